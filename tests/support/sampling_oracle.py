@@ -1,0 +1,108 @@
+"""Rows of sampling parameters, and the sampler's law written out in plain Python."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.core_service.batch import SamplingColumns
+from headrace.core_service.sampler import Sampler
+from headrace.core_service.token_weights import LARGEST_WEIGHT, rates, weigh_few
+
+FloatRow = NDArray[np.float32]
+INF = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+    num_logprobs: int = -1
+    forbidden: tuple[int, ...] = ()
+    logprob_ids: tuple[int, ...] = ()
+
+
+def make_columns(rows: Sequence[RowParams]) -> SamplingColumns:
+    return SamplingColumns(
+        temperature=np.array([row.temperature for row in rows], np.float32),
+        top_k=np.array([row.top_k for row in rows], np.int32),
+        top_p=np.array([row.top_p for row in rows], np.float32),
+        min_p=np.array([row.min_p for row in rows], np.float32),
+        seed=np.array([row.seed for row in rows], np.uint64),
+        output_position=np.array([row.position for row in rows], np.int32),
+        num_logprobs=np.array([row.num_logprobs for row in rows], np.int32),
+        forbidden_ids={i: np.array(row.forbidden, np.int32) for i, row in enumerate(rows) if row.forbidden},
+        logprob_ids={i: np.array(row.logprob_ids, np.int32) for i, row in enumerate(rows) if row.logprob_ids},
+    )
+
+
+def oracle_token(logits: NDArray[np.float32], params: RowParams) -> int:
+    """The token of one row of logits [vocab]."""
+    logits = logits.copy()
+    if not np.isfinite(logits.max()):
+        return -1
+    logits[list(params.forbidden)] = -np.inf
+    if not np.isfinite(logits.max()):
+        return -1
+    if params.temperature == 0:
+        return min(range(len(logits)), key=lambda i: (-logits[i], i))
+    weights = weights_of_all(logits, params.temperature)
+    kept = kept_tokens(logits, weights, params)
+    total = sum(int(weights[i]) for i in kept)
+    share = philox_bits(params.seed, params.position) * total >> 64
+    for token in sorted(kept):
+        share -= int(weights[token])
+        if share < 0:
+            return token
+    raise AssertionError("the shares do not reach the total")
+
+
+def weights_of_all(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
+    size = len(logits)
+    return weigh_few(logits, np.full(size, logits.max()), rates(np.full(size, temperature, np.float32)))
+
+
+def kept_tokens(logits: NDArray[np.float32], weights: NDArray[np.float32], params: RowParams) -> list[int]:
+    """Ids that the filters leave, in order of probability."""
+    kept = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if params.top_k > 0:
+        kept = kept[: params.top_k]
+    kept = [i for i in kept if weights[i] >= np.float32(params.min_p) * np.float32(LARGEST_WEIGHT)]
+    if params.top_p < 1:
+        kept.sort(key=lambda i: (-weights[i], i))
+        wanted = max(1, math.ceil(float(np.float32(params.top_p)) * sum(int(weights[i]) for i in kept)))
+        reached = 0
+        for count, token in enumerate(kept, start=1):
+            reached += int(weights[token])
+            if reached >= wanted:
+                return kept[:count]
+    return kept
+
+
+def philox_bits(seed: int, position: int) -> int:
+    """Philox 4x32-10 with whole numbers, one word at a time."""
+    low = 0xFFFFFFFF
+    c0, c1, c2, c3 = position, 0, 0, 0
+    k0, k1 = seed & low, seed >> 32
+    for _ in range(10):
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second & low, (first >> 32) ^ c3 ^ k1, first & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return c0 | c1 << 32
+
+
+def sample(logits: NDArray[np.float32], rows: Sequence[RowParams]) -> list[int]:
+    tokens, _ = Sampler()(torch.from_numpy(logits), make_columns(rows))
+    assert tokens.dtype == np.int32
+    return [int(token) for token in tokens]
+
+
+def normal_logits(*shape: int, scale: float = 3.0, seed: int = 0) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
