@@ -1,0 +1,160 @@
+"""From the contract's EngineCoreRequest to a Request, checked again: the core trusts no gateway."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.common.errors import InvalidRequest, Overloaded, RequestError, Unavailable, Unimplemented, Violation
+from headrace.common.params import MAX_N, ModelLimits, SamplingParams
+from headrace.common.params_wire import duration, sampling_from_wire, seconds
+from headrace.common.v1.params_pb2 import FinishReason
+from headrace.core_api.v1 import engine_core_pb2 as pb
+from headrace.core_service.batch import Int32Array
+from headrace.core_service.request import ClientId, Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """What a core can take."""
+
+    model: ModelLimits
+    max_kv_tokens: int  # tokens that fit into the whole KV cache
+    max_waiting_requests: int = 0  # 0: no limit
+    max_waiting_tokens: int = 0  # 0: no limit
+
+
+def read_request(message: pb.EngineCoreRequest, client: ClientId, limits: AdmissionLimits, now: float) -> Request:
+    """The request in a message. Raises InvalidRequest or Unimplemented; `now` is the core's monotonic clock."""
+    _refuse_unimplemented(message)
+    found: list[Violation] = []
+    params = sampling_from_wire(message.sampling)
+    found += params.violations(limits.model)
+    prompt = _token_ids("prompt_token_ids", message.prompt_token_ids, limits.model.vocab_size, found)
+    if not len(prompt):
+        found.append(Violation("prompt_token_ids", "must hold at least one token"))
+    _token_ids("eos_token_ids", message.eos_token_ids, limits.model.vocab_size, found)
+    if not 1 <= len(message.children) <= MAX_N:
+        found.append(Violation("children", f"must be between 1 and {MAX_N}; got {len(message.children)}"))
+    outputs = [
+        _token_ids(f"children[{i}].generated_token_ids", child.generated_token_ids, limits.model.vocab_size, found)
+        for i, child in enumerate(message.children)
+    ]
+    longest = max((len(output) for output in outputs), default=0)
+    found += _length_violations(len(prompt), longest, params, limits)
+    if found:
+        raise InvalidRequest(found)
+    return _build(message, client, params.normalized(), prompt, outputs, limits, now)
+
+
+def check_queue(waiting: int, waiting_tokens: int, request: Request, limits: AdmissionLimits) -> None:
+    """Raises Overloaded if the waiting queue has no room for the request."""
+    if limits.max_waiting_requests and waiting + len(request.sequences) > limits.max_waiting_requests:
+        raise Overloaded(
+            f"{waiting} requests wait; at most {limits.max_waiting_requests} may", reason="TOO_MANY_WAITING_REQUESTS"
+        )
+    if limits.max_waiting_tokens and waiting_tokens + len(request.prompt) > limits.max_waiting_tokens:
+        raise Overloaded(
+            f"{waiting_tokens} prompt tokens wait and {len(request.prompt)} more came; at most "
+            f"{limits.max_waiting_tokens} may",
+            reason="TOO_MANY_WAITING_TOKENS",
+        )
+
+
+def _refuse_unimplemented(message: pb.EngineCoreRequest) -> None:
+    """Fields of the contract that this release does not have are refused by name, never ignored."""
+    sampling = message.sampling
+    present = {
+        "prompt_embeds_digest": bool(message.prompt_embeds_digest),
+        "multimodal_items": bool(message.multimodal_items),
+        "pooling": message.WhichOneof("params") == "pooling",
+        "bad_word_ids": bool(message.bad_word_ids),
+        "adapter": bool(message.adapter or message.adapter_digest),
+        "data_parallel_rank": message.data_parallel_rank > 0,
+        "second_segment_start": message.HasField("second_segment_start"),
+        "grammar_after": message.HasField("grammar_after"),
+        "sampling.structured_outputs": sampling.HasField("structured_outputs"),
+        "sampling.repetition_detection": sampling.HasField("repetition_detection"),
+        "sampling.logit_bias": bool(sampling.logit_bias),
+        "sampling.allowed_token_ids": bool(sampling.allowed_token_ids),
+        "sampling.presence_penalty": sampling.presence_penalty != 0,
+        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
+        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
+    }
+    names = [name for name, is_set in present.items() if is_set]
+    if names:
+        raise Unimplemented(f"not supported by this core: {', '.join(names)}", reason="FEATURE_NOT_SUPPORTED")
+
+
+def _token_ids(field: str, ids: object, vocab_size: int, found: list[Violation]) -> Int32Array:
+    array = np.array(ids, np.int64)
+    bad = np.flatnonzero(array >= vocab_size)
+    if len(bad):
+        first = int(bad[0])
+        found.append(Violation(f"{field}[{first}]", f"must be between 0 and {vocab_size - 1}; got {int(array[first])}"))
+    return array.astype(np.int32)
+
+
+def _length_violations(
+    prompt_len: int, generated: int, params: SamplingParams, limits: AdmissionLimits
+) -> list[Violation]:
+    """Refuses what can never run to its first new token."""
+    length = prompt_len + generated
+    text = f"{prompt_len} prompt tokens" + (f" and {generated} generated ones" if generated else "")
+    if length >= limits.model.max_model_len:
+        return [Violation("prompt_token_ids", f"{text} leave no room in max_model_len = {limits.model.max_model_len}")]
+    if params.max_tokens is not None and generated >= params.max_tokens:
+        return [Violation("children", f"{generated} generated tokens already reach max_tokens = {params.max_tokens}")]
+    if length > limits.max_kv_tokens:
+        return [Violation("prompt_token_ids", f"{text} do not fit into the KV cache of {limits.max_kv_tokens} tokens")]
+    return []
+
+
+def _build(
+    message: pb.EngineCoreRequest,
+    client: ClientId,
+    params: SamplingParams,
+    prompt: Int32Array,
+    outputs: list[Int32Array],
+    limits: AdmissionLimits,
+    now: float,
+) -> Request:
+    arrival = now - seconds(message.age)
+    length_limit = limits.model.max_model_len
+    if params.max_tokens is not None:
+        length_limit = min(length_limit, len(prompt) + params.max_tokens)
+    request = Request(
+        internal_id=message.internal_id,
+        external_id=message.external_id,
+        client=client,
+        prompt=prompt,
+        params=params,
+        eos_token_ids=() if params.ignore_eos else tuple(message.eos_token_ids),
+        length_limit=length_limit,
+        priority=message.priority,
+        arrival=arrival,
+        received=now,
+        deadline=now + seconds(message.timeout) if message.HasField("timeout") else None,
+        time_limit=arrival + params.time_limit_s if params.time_limit_s is not None else None,
+        cache_salt=message.cache_salt,
+    )
+    request.sequences = [
+        Sequence(request, slot=child.slot, index=child.index, seed=child.seed, output=output)
+        for child, output in zip(message.children, outputs, strict=True)
+    ]
+    return request
+
+
+def refusal(message: pb.EngineCoreRequest, error: RequestError) -> pb.StepOutputs:
+    """One terminal row per child of a request that is refused."""
+    outputs = pb.StepOutputs()
+    for child in message.children:
+        row = outputs.finished.add(
+            slot=child.slot,
+            reason=FinishReason.FINISH_REASON_ERROR,
+            code=error.code.value[0],
+            message=error.message,
+        )
+        if isinstance(error, Overloaded | Unavailable):
+            row.retryable = True
+            row.retry_delay.CopyFrom(duration(error.retry_delay_s))
+    return outputs

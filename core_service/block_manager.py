@@ -1,0 +1,106 @@
+"""Paged KV memory: who holds which block.
+
+Block 0 is the null block: it is never handed out, so that padded block tables may point at it. A block is in one of
+three states:
+
+    held       reference count > 0; several sequences may share it
+    cached     reference count 0, in the free queue, its content still findable in the prefix cache
+    empty      reference count 0, in the free queue
+
+Freeing goes from a sequence's last block to its first. Empty blocks go to the front of the queue and cached ones to the
+back, so cached content is evicted last, oldest first, and the end of a prefix before its beginning.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from headrace.core_service.free_blocks import FreeBlockQueue
+from headrace.core_service.prefix_cache import ROOT, ExtraKey, PrefixCache
+
+
+class BlockManager:
+    """Hands out blocks 1 to num_blocks - 1. No torch: block ids only."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (block 0 is never used); got {num_blocks}")
+        self.block_size = block_size
+        self.num_usable = num_blocks - 1
+        self._free = FreeBlockQueue(range(1, num_blocks))
+        self._references = [0] * num_blocks
+        self._cache = PrefixCache(block_size)
+        self._caching = enable_prefix_caching
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, cached ones included."""
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def find_cached(self, tokens: bytes, num_tokens: int, extra: ExtraKey) -> tuple[list[int], int]:
+        """The longest cached prefix (block ids and last prefix node); changes nothing.
+
+        At most num_tokens - 1 tokens count, since the last one must be computed to get its logits.
+        """
+        if not self._caching:
+            return [], ROOT
+        return self._cache.match(tokens, (num_tokens - 1) // self.block_size, extra)
+
+    def allocate(self, num_new: int, shared: Sequence[int] = ()) -> list[int] | None:
+        """Takes a reference to each of `shared` and `num_new` fresh blocks; returns the fresh ones.
+
+        Returns None, and changes nothing, if there is no room.
+        """
+        revived = sum(1 for block in shared if self._references[block] == 0)
+        if num_new > len(self._free) - revived:
+            return None
+        for block in shared:
+            if self._references[block] == 0:
+                self._free.remove(block)
+            self._references[block] += 1
+        fresh = [self._free.pop() for _ in range(num_new)]
+        for block in fresh:
+            self._cache.forget(block)
+            self._references[block] = 1
+        return fresh
+
+    def store(self, block: int, parent: int, extra: ExtraKey, tokens: bytes) -> int | None:
+        """Makes a full block findable; returns its prefix node, or None where nothing is cached."""
+        return self._cache.store(block, parent, extra, tokens) if self._caching else None
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Gives back one reference to each block of a sequence (first to last). Raises ValueError on a block not
+        held."""
+        for block in reversed(blocks):
+            references = self._references[block] - 1
+            if references < 0:
+                raise ValueError(f"block {block} is not held")
+            self._references[block] = references
+            if references == 0:
+                if block in self._cache:
+                    self._free.append(block)
+                else:
+                    self._free.prepend(block)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets all cached content; blocks in use stay with their holders but are not shared anew. Returns the
+        count."""
+        return self._cache.clear()
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+        """Raises RuntimeError unless the block lists of `holders` explain every reference, and all else is free."""
+        expected = Counter(block for blocks in holders for block in blocks)
+        for block in range(1, self.num_usable + 1):
+            references = self._references[block]
+            if references != expected[block]:
+                raise RuntimeError(f"block {block} has {references} references, but {expected[block]} holders")
+            if (references == 0) != (block in self._free):
+                raise RuntimeError(f"block {block} with {references} references is on the wrong side of the free queue")
+        if expected[0] or self._references[0] or 0 in self._free:
+            raise RuntimeError("the null block is in use")
+        if sum(1 for _ in self._free) != len(self._free):
+            raise RuntimeError("the free queue's length is wrong")
+        self._cache.check_integrity()

@@ -1,0 +1,189 @@
+"""One Connect stream, from Hello to its end: requests in, step outputs out.
+
+One task reads, one writes (two concurrent writes would end a grpc.aio stream). When the stream ends, however it does,
+its requests are aborted.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from headrace.common.contract_version import CONTRACT_VERSION
+from headrace.common.errors import (
+    EngineDeadError,
+    FailedPrecondition,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    Violation,
+)
+from headrace.core_api.v1 import engine_core_pb2 as pb
+from headrace.core_service.admission import refusal
+from headrace.core_service.blob_store import BlobStore
+from headrace.core_service.engine import Engine
+from headrace.core_service.outbox import Outbox
+
+HELLO_TIMEOUT_S = 10.0
+HEARTBEAT_S = 1.0
+MAX_OUTBOX_BYTES = 64 << 20
+MAX_SLOT = 1 << 20
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnvironment:
+    """What all streams of a core share."""
+
+    engine: Engine
+    blobs: BlobStore
+    info: pb.CoreInfo
+
+
+class GatewayStream:
+    """The core's end of a gateway's stream."""
+
+    def __init__(self, environment: StreamEnvironment) -> None:
+        self._engine = environment.engine
+        self._blobs = environment.blobs
+        self._info = environment.info
+        self._outbox = Outbox(MAX_OUTBOX_BYTES)
+        self._live_slots: set[int] = set()
+        self._end: RequestError | None = None
+
+    async def run(self, requests: AsyncIterator[pb.ConnectRequest], context: Any) -> None:
+        """Serves the stream until the gateway ends it. Raises RequestError for the status that it must end with."""
+        hello = await self._read_hello(requests)
+        check_hello(hello, self._info)
+        await context.write(pb.ConnectResponse(welcome=pb.Welcome(info=self._info)))
+        log.info("gateway connected", gateway=hello.gateway_epoch, peer=context.peer())
+        client = self._engine.connect(self._offer_step)
+        tasks = [
+            asyncio.create_task(self._read(requests, client)),
+            asyncio.create_task(self._write(context)),
+            asyncio.create_task(self._outbox.overflowed.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what ended the stream
+            if self._outbox.overflowed.is_set():
+                raise Overloaded("the gateway does not read its stream", reason="SLOW_GATEWAY")
+        except EngineDeadError as error:
+            raise InternalError(str(error)) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._outbox.close()
+            if self._engine.alive:
+                self._engine.disconnect(client)
+            log.info("gateway gone", gateway=hello.gateway_epoch)
+
+    def drain(self, grace_s: float) -> None:
+        """Tells the gateway that this core is going away."""
+        message = pb.ConnectResponse()
+        message.draining.grace.FromNanoseconds(int(grace_s * 1e9))
+        self._outbox.offer(message)
+
+    def end(self, error: RequestError) -> None:
+        """Ends the stream with a status once everything before it is written."""
+        self._end = error
+        self._outbox.offer(pb.ConnectResponse())
+
+    async def _read_hello(self, requests: AsyncIterator[pb.ConnectRequest]) -> pb.Hello:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(requests, None)
+        except TimeoutError as error:
+            raise _breach("hello", f"did not come within {HELLO_TIMEOUT_S:g} s") from error
+        if first is None or first.WhichOneof("message") != "hello":
+            raise _breach("hello", "must be the first message of a stream")
+        return first.hello
+
+    async def _read(self, requests: AsyncIterator[pb.ConnectRequest], client: int) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "add":
+                self._add(client, list(request.add.requests))
+            elif kind == "abort":
+                if len(request.abort.slots) != len(request.abort.internal_ids):
+                    raise _breach("abort", "slots and internal_ids must be of one length")
+                self._engine.abort(client, list(request.abort.slots), list(request.abort.internal_ids))
+            else:
+                raise _breach("message", f"must be add or abort after hello; got {kind}")
+
+    def _add(self, client: int, messages: list[pb.EngineCoreRequest]) -> None:
+        ready = []
+        for message in messages:
+            for child in message.children:
+                if child.slot >= MAX_SLOT:
+                    raise _breach("slot", f"must be below {MAX_SLOT}; got {child.slot}")
+                if child.slot in self._live_slots:
+                    raise _breach("slot", f"{child.slot} is in use until its terminal row has arrived")
+                self._live_slots.add(child.slot)
+            try:
+                ready.append(self._with_body(message))
+            except RequestError as error:
+                self._offer_step(refusal(message, error))
+        self._engine.add(client, ready)
+
+    def _with_body(self, message: pb.EngineCoreRequest) -> pb.EngineCoreRequest:
+        """The request itself where it was too large for the stream: its blob, under the id and slots of `message`."""
+        if not message.body_digest:
+            return message
+        try:
+            body = pb.EngineCoreRequest.FromString(self._blobs.get(message.body_digest))
+        except DecodeError as error:
+            raise InvalidRequest([Violation("body_digest", "the blob is not an EngineCoreRequest")]) from error
+        if len(body.children) != len(message.children):
+            raise _breach("children", "the body must have as many as the message that names it")
+        body.internal_id = message.internal_id
+        for child, named in zip(body.children, message.children, strict=True):
+            child.slot = named.slot
+        return body
+
+    def _offer_step(self, step: pb.StepOutputs) -> None:
+        self._outbox.offer(pb.ConnectResponse(step=step))
+
+    async def _write(self, context: Any) -> None:
+        """Writes until it is told to end. Everything that is written passes here."""
+        while True:
+            message = await self._outbox.take(HEARTBEAT_S)
+            if message is None:
+                message = pb.ConnectResponse()
+                message.heartbeat.stats.CopyFrom(self._engine.load())
+                message.heartbeat.healthy = self._engine.healthy
+            elif message.WhichOneof("message") is None:
+                raise self._end or Unavailable("the core ended the stream")
+            for record in message.step.finished:
+                self._live_slots.discard(record.slot)
+            await context.write(message)
+
+
+def check_hello(hello: pb.Hello, info: pb.CoreInfo) -> None:
+    """Raises FailedPrecondition if this core is not what the gateway expects."""
+    if hello.contract_version.split(".")[0] != CONTRACT_VERSION.split(".")[0]:
+        raise FailedPrecondition(
+            f"contract version {hello.contract_version} does not work with this core's {CONTRACT_VERSION}",
+            reason="CONTRACT_VERSION_MISMATCH",
+        )
+    missing = sorted(set(hello.required_features) - set(info.features))
+    if missing:
+        raise FailedPrecondition(f"this core lacks the features {', '.join(missing)}", reason="FEATURE_MISSING")
+    if hello.model and hello.model != info.model:
+        raise FailedPrecondition(f"this core serves {info.model}, not {hello.model}", reason="MODEL_MISMATCH")
+    if hello.tokenizer_digest and hello.tokenizer_digest != info.tokenizer_digest:
+        raise FailedPrecondition(
+            f"the gateway's tokenizer {hello.tokenizer_digest[:12]} is not this core's {info.tokenizer_digest[:12]}",
+            reason="TOKENIZER_MISMATCH",
+        )
+
+
+def _breach(field: str, description: str) -> InvalidRequest:
+    return InvalidRequest([Violation(field, description)], reason="PROTOCOL_BREACH")

@@ -1,0 +1,136 @@
+"""From a configuration to a loaded core: model, KV cache, scheduler, engine, and the facts that gateways are told."""
+
+import json
+import math
+import os
+import sys
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from headrace.common.contract_version import CONTRACT_VERSION
+from headrace.common.errors import ConfigError
+from headrace.common.model_files import ModelFiles, resolve_model
+from headrace.common.params import ModelLimits
+from headrace.common.tokenizer_files import TokenizerFiles, load_tokenizer_files
+from headrace.common.v1.params_pb2 import SamplingParams
+from headrace.core_api.v1 import engine_core_pb2 as pb
+from headrace.core_service.admission import AdmissionLimits
+from headrace.core_service.blob_store import BlobStore
+from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.config import CoreConfig
+from headrace.core_service.engine import Engine
+from headrace.core_service.models.spec_reader import read_model_spec
+from headrace.core_service.scheduler import Scheduler
+from headrace.core_service.version import CORE_VERSION
+
+# Names of what this core does beyond the first release's contract.
+FEATURES: tuple[str, ...] = ()
+MAX_BLOB_BYTES = 512 << 20
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCore:
+    """A core that can serve."""
+
+    engine: Engine
+    blobs: BlobStore
+    info: pb.CoreInfo
+
+
+def find_model(config: CoreConfig) -> tuple[ModelFiles, TokenizerFiles]:
+    """Fetches the model if need be and reads its tokenizer, which gateways can have while the weights are loaded.
+
+    Raises StartupError with one clear line if anything is wrong.
+    """
+    if config.device.device == "cuda":
+        raise ConfigError(["device: cuda is not supported by this release; use auto or cpu"])
+    files = resolve_model(config.model.model, config.model.revision)
+    limit, wanted = read_model_spec(files.path).max_position_embeddings, config.model.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ConfigError([f"max_model_len: must be at most {limit}, the model's own limit; got {wanted}"])
+    return files, load_tokenizer_files(files.path)
+
+
+def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) -> LoadedCore:
+    """Loads and warms up; takes seconds. Raises StartupError with one clear line if anything is wrong."""
+    # torch takes seconds to import: not before the configuration is known to be good.
+    import torch
+
+    from headrace.core_service.model_runner import build_runner
+
+    torch.set_num_threads(config.device.threads or len(os.sched_getaffinity(0)))
+    runner = build_runner(
+        files.path,
+        dtype=config.model.dtype,
+        block_size=config.cache.block_size,
+        kv_cache_memory=config.cache.cpu_kv_cache_memory,
+        max_model_len=config.model.max_model_len,
+        progress=sys.stderr.isatty(),
+    )
+    runner.warm_up()
+    spec = runner.spec
+    max_model_len = config.model.max_model_len or spec.max_position_embeddings
+    max_logprobs = config.model.max_logprobs
+    limits = AdmissionLimits(
+        model=ModelLimits(
+            vocab_size=spec.vocab_size,
+            max_model_len=max_model_len,
+            max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
+        ),
+        max_kv_tokens=(runner.num_blocks - 1) * runner.block_size,
+        max_waiting_requests=config.scheduler.max_waiting_requests,
+        max_waiting_tokens=config.scheduler.max_waiting_tokens,
+    )
+    blocks = BlockManager(
+        runner.num_blocks, runner.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+    )
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    blobs = BlobStore(MAX_BLOB_BYTES)
+    info = pb.CoreInfo(
+        contract_version=CONTRACT_VERSION,
+        features=FEATURES,
+        core_version=CORE_VERSION,
+        instance_id=uuid.uuid4().hex,
+        model=config.model.served_model_name or files.name,
+        tokenizer_digest=tokenizer.digest,
+        template_digest=tokenizer.template_digest,
+        numerics_id=runner.numerics_id(),
+        block_size=runner.block_size,
+        num_blocks=blocks.num_usable,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        vocab_size=spec.vocab_size,
+        max_logprobs=limits.model.max_logprobs,
+        dtype=runner.numerics.dtype,
+        attention_backend=runner.numerics.attention_backend,
+        eos_token_ids=spec.eos_token_ids,
+        tasks=["generate"],
+        default_sampling=default_sampling(tokenizer.files.get("generation_config.json", b"{}")),
+        hidden_size=spec.hidden_size,
+        max_waiting_requests=limits.max_waiting_requests,
+        max_waiting_tokens=limits.max_waiting_tokens,
+    )
+    return LoadedCore(Engine(scheduler, runner, limits, blobs), blobs, info)
+
+
+def default_sampling(generation_config: bytes) -> SamplingParams:
+    """What unset sampling fields of a request take, from the model's generation_config.json."""
+    config: dict[str, Any] = json.loads(generation_config)
+    result = SamplingParams()
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = config.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            setattr(result, name, int(value) if name == "top_k" else value)
+    if config.get("repetition_penalty", 1) != 1:
+        log.warning("the model's default repetition_penalty is not applied", value=config["repetition_penalty"])
+    return result

@@ -1,0 +1,44 @@
+"""Sequences that wait to run, in order: lower priority value first, then by arrival.
+
+A preempted sequence goes back to its own place, since its order does not change.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from headrace.core_service.request import Sequence
+
+
+class WaitingQueue:
+    """A sorted list: inserting moves pointers only, and thousands of entries fit into a few cache lines."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self.num_tokens = 0  # tokens of all that wait
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a sequence in its place."""
+        insort(self._sequences, sequence, key=_order)
+        self.num_tokens += sequence.num_tokens
+
+    def first(self) -> Sequence:
+        """The next to run. Raises IndexError if nobody waits."""
+        return self._sequences[0]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out. Raises ValueError if it does not wait."""
+        position = bisect_left(self._sequences, sequence.order, key=_order)
+        if position == len(self._sequences) or self._sequences[position] is not sequence:
+            raise ValueError(f"slot {sequence.slot} does not wait")
+        del self._sequences[position]
+        self.num_tokens -= sequence.num_tokens
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int, int]:
+    return sequence.order

@@ -1,0 +1,125 @@
+"""A scheduler with a fake runner, as a fixture: builds requests, steps, and checks what must always hold."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from headrace.common.params import SamplingParams
+from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.engine_outputs import EngineOutputs, FinishedSequence
+from headrace.core_service.fakes import FakeRunner
+from headrace.core_service.request import Request, Sequence
+from headrace.core_service.scheduler import Scheduler
+
+VOCAB = 1000
+
+
+@dataclass
+class Harness:
+    """A scheduler, a fake runner and everything that came out."""
+
+    num_blocks: int = 65
+    block_size: int = 16
+    max_num_seqs: int = 8
+    budget: int = 64
+    max_model_len: int = 512
+    caching: bool = True
+    now: float = 0.0
+    vocab: int = VOCAB
+    tokens: dict[Sequence, list[int]] = field(default_factory=lambda: defaultdict(list))
+    finished: dict[Sequence, FinishedSequence] = field(default_factory=dict)
+    steps: list[list[tuple[Sequence, int]]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.manager = BlockManager(self.num_blocks, self.block_size, enable_prefix_caching=self.caching)
+        self.scheduler = Scheduler(self.manager, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget)
+        self.runner = FakeRunner(self.vocab, self.block_size)
+        self.by_slot: dict[int, Sequence] = {}
+
+    def request(self, prompt, n=1, *, arrival=None, priority=0, eos=(), deadline=None, output=(), **params):
+        """Makes a request and adds it."""
+        sampling = SamplingParams(n=n, **{"max_tokens": 4, "temperature": 0.0, **params}).normalized()
+        limit = self.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+        request = Request(
+            internal_id=f"r{len(self.by_slot)}",
+            external_id="",
+            client=1,
+            prompt=np.array(prompt, np.int32),
+            params=sampling,
+            eos_token_ids=() if sampling.ignore_eos else tuple(eos),
+            length_limit=min(limit, self.max_model_len),
+            priority=priority,
+            arrival=self.now if arrival is None else arrival,
+            received=self.now,
+            deadline=deadline,
+            time_limit=None if sampling.time_limit_s is None else self.now + sampling.time_limit_s,
+        )
+        for index in range(n):
+            slot = len(self.by_slot)
+            sequence = Sequence(request, slot=slot, index=index, seed=index, output=np.array(output, np.int32))
+            self.by_slot[slot] = sequence
+            request.sequences.append(sequence)
+        self.scheduler.add(request)
+        return request
+
+    def step(self):
+        """One turn; returns the outputs, or None if there was nothing to run."""
+        self.now += 1
+        outputs = EngineOutputs()
+        self.scheduler.expire(self.now, outputs)
+        planned = self.scheduler.schedule(self.now, outputs)
+        if planned is not None:
+            owners = [self.scheduler._table.sequence(row) for row in planned.rows.tolist()]
+            self.steps.append(list(zip(owners, planned.num_new.tolist(), strict=True)))
+            for seq, owner in enumerate(owners):
+                self._check_context(planned.batch, seq, owner)
+            result = self.runner.execute(planned.batch)
+            self.scheduler.update(planned, result, self.now, outputs)
+        self._record(outputs)
+        self.scheduler.check_integrity()
+        return outputs if planned is not None else None
+
+    def run(self, most=500):
+        """Steps until all is done."""
+        while self.scheduler.has_work:
+            assert most > 0, "the scheduler makes no progress"
+            most -= 1
+            self.step()
+
+    def abort(self, sequence):
+        """Aborts between two steps."""
+        outputs = EngineOutputs()
+        self.scheduler.abort(sequence, outputs)
+        self._record(outputs)
+        self.scheduler.check_integrity()
+
+    def assert_idle(self):
+        """Nothing is left behind."""
+        self.scheduler.check_integrity()
+        assert not self.scheduler.has_work
+        assert self.manager.num_free == self.manager.num_usable
+        assert self.scheduler.next_expiry() is None
+
+    def _check_context(self, batch, seq, owner):
+        """The new tokens of a batch are the sequence's own, at their places."""
+        start, end = batch.query_start[seq], batch.query_start[seq + 1]
+        known = [*owner.request.prompt.tolist(), *self.scheduler._table.output_of(owner.row).tolist()]
+        positions = batch.positions[start:end].tolist()
+        assert batch.token_ids[start:end].tolist() == [known[p] for p in positions]
+
+    def _record(self, outputs):
+        for slot, token in zip(outputs.slots.tolist(), outputs.token_ids.tolist(), strict=True):
+            sequence = self.by_slot[slot]
+            assert sequence not in self.finished, "a token after the terminal row"
+            self.tokens[sequence].append(token)
+        for record in outputs.finished:
+            assert record.sequence not in self.finished, "two terminal rows"
+            self.finished[record.sequence] = record
+
+
+@pytest.fixture(scope="session")
+def make_harness():
+    """Makes a `Harness`."""
+    return Harness

@@ -1,0 +1,295 @@
+"""The engine's thread with the fake runner: what each client gets, whatever happens."""
+
+import threading
+
+import pytest
+from google.rpc import code_pb2
+
+from headrace.common.errors import EngineDeadError, Unavailable
+from headrace.common.params import ModelLimits
+from headrace.common.params_wire import duration
+from headrace.common.v1.params_pb2 import FinishReason, SamplingParams
+from headrace.core_api.v1 import engine_core_pb2 as pb
+from headrace.core_service.admission import AdmissionLimits
+from headrace.core_service.blob_store import BlobStore
+from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.engine import Engine
+from headrace.core_service.fakes import FakeRunner
+from headrace.core_service.scheduler import Scheduler
+
+VOCAB, BLOCK = 1000, 16
+
+
+class Client:
+    """Collects what its sink gets."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, pb.Finished] = {}
+        self.messages: list[pb.StepOutputs] = []
+        self._news = threading.Condition()
+        self.id = engine.connect(self._take)
+
+    def _take(self, message):
+        assert message.ByteSize() <= 256 * 1024
+        with self._news:
+            self.messages.append(message)
+            for slot, token in zip(message.slots, message.token_ids, strict=True):
+                assert slot not in self.finished, "a token after the terminal row"
+                self.tokens.setdefault(slot, []).append(token)
+            for record in message.finished:
+                assert record.slot not in self.finished, "two terminal rows"
+                self.finished[record.slot] = record
+            self._news.notify_all()
+
+    def wait(self, *slots):
+        with self._news:
+            assert self._news.wait_for(lambda: all(s in self.finished for s in slots), 20), self.finished
+
+    def wait_for_tokens(self, slot):
+        with self._news:
+            assert self._news.wait_for(lambda: self.tokens.get(slot), 20)
+
+
+def request(slot, prompt=(1, 2, 3), internal_id=None, children=None, age=0.0, resumes=0, **sampling):
+    sampling = {"temperature": 0.0, "max_tokens": 4, **sampling}
+    if sampling.get("max_tokens") is None:
+        sampling.pop("max_tokens")
+        sampling["until_context"] = True
+    message = pb.EngineCoreRequest(
+        internal_id=internal_id or f"r{slot}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**sampling),
+        children=children or [pb.Child(slot=slot)],
+        resumes=resumes,
+    )
+    message.age.CopyFrom(duration(age))
+    return message
+
+
+@pytest.fixture
+def make_engine():
+    engines = []
+
+    def make(runner=None, num_blocks=65, max_num_seqs=8, **limits):
+        scheduler = Scheduler(BlockManager(num_blocks, BLOCK), max_num_seqs=max_num_seqs, max_num_batched_tokens=256)
+        engine = Engine(
+            scheduler,
+            runner or FakeRunner(VOCAB, BLOCK),
+            AdmissionLimits(ModelLimits(VOCAB, 512, 20), max_kv_tokens=(num_blocks - 1) * BLOCK, **limits),
+            BlobStore(1 << 20),
+        )
+        engine.start(on_death=lambda: None)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        if engine.alive:
+            engine.check_integrity().result(10)
+            engine.stop()
+
+
+class Gate:
+    """Lets the fake runner take steps only when told to."""
+
+    def __init__(self):
+        self.runner = FakeRunner(VOCAB, BLOCK)
+        self.steps = threading.Semaphore(0)
+
+    def execute(self, batch):
+        assert self.steps.acquire(timeout=20)
+        return self.runner.execute(batch)
+
+    def open(self):
+        self.steps.release(100_000)
+
+
+def test_each_client_gets_its_own_rows(make_engine):
+    engine = make_engine()
+    one, two = Client(engine), Client(engine)
+    engine.add(one.id, [request(0), request(5, prompt=(50,))])
+    engine.add(two.id, [request(0, prompt=(100,))])
+    one.wait(0, 5)
+    two.wait(0)
+    assert one.tokens == {0: [4, 5, 6, 7], 5: [51, 52, 53, 54]}
+    assert two.tokens == {0: [101, 102, 103, 104]}
+
+
+def test_a_bad_request_gets_a_terminal_row_and_its_neighbours_run(make_engine):
+    engine = make_engine()
+    client = Client(engine)
+    engine.add(client.id, [request(0, temperature=-1.0, top_p=0.0), request(1)])
+    client.wait(0, 1)
+    assert client.finished[0].reason == FinishReason.FINISH_REASON_ERROR
+    assert client.finished[0].code == code_pb2.INVALID_ARGUMENT
+    assert "sampling.temperature" in client.finished[0].message
+    assert "sampling.top_p" in client.finished[0].message
+    assert client.tokens == {1: [4, 5, 6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"prompt": ()}, code_pb2.INVALID_ARGUMENT, "prompt_token_ids: must hold at least one token"),
+        ({"prompt": (1, 1000)}, code_pb2.INVALID_ARGUMENT, "prompt_token_ids[1]: must be between 0 and 999; got 1000"),
+        ({"prompt": (1,) * 512}, code_pb2.INVALID_ARGUMENT, "512 prompt tokens leave no room in max_model_len = 512"),
+        ({"prompt": (1,) * 100}, code_pb2.INVALID_ARGUMENT, "do not fit into the KV cache of 64 tokens"),
+        ({"top_k": -5}, code_pb2.INVALID_ARGUMENT, "sampling.top_k"),
+        ({"logprobs": 21}, code_pb2.INVALID_ARGUMENT, "sampling.logprobs"),
+        ({"stop_token_ids": [5000]}, code_pb2.INVALID_ARGUMENT, "sampling.stop_token_ids"),
+        ({"presence_penalty": 1.0}, code_pb2.UNIMPLEMENTED, "sampling.presence_penalty"),
+        ({"logit_bias": {1: 1.0}}, code_pb2.UNIMPLEMENTED, "sampling.logit_bias"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(make_engine, changes, code, says):
+    engine = make_engine(num_blocks=5)
+    client = Client(engine)
+    engine.add(client.id, [request(0, **changes)])
+    client.wait(0)
+    assert client.finished[0].code == code
+    assert says in client.finished[0].message
+
+
+def test_abort_ends_a_request_once_and_ignores_strangers(make_engine):
+    gate = Gate()
+    engine = make_engine(gate)
+    client, stranger = Client(engine), Client(engine)
+    engine.add(client.id, [request(0, max_tokens=None), request(1)])
+    gate.steps.release(2)
+    client.wait_for_tokens(0)
+    engine.abort(stranger.id, [0], ["r0"])
+    engine.abort(client.id, [0, 0, 7], ["another", "r0", "r7"])
+    engine.abort(client.id, [0], ["r0"])
+    gate.open()
+    client.wait(0, 1)
+    assert client.finished[0].reason == FinishReason.FINISH_REASON_ABORT
+    assert client.finished[0].code == code_pb2.CANCELLED
+    assert client.finished[1].reason == FinishReason.FINISH_REASON_LENGTH
+    assert stranger.messages == []
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(make_engine):
+    gate = Gate()
+    engine = make_engine(gate)
+    client, other = Client(engine), Client(engine)
+    engine.add(client.id, [request(i, max_tokens=None) for i in range(12)])
+    gate.steps.release(3)
+    client.wait_for_tokens(0)
+    engine.disconnect(client.id)
+    engine.add(other.id, [request(0)])
+    gate.open()
+    other.wait(0)
+    assert engine.num_live == 0
+    load = engine.load()
+    assert (load.running, load.waiting, load.free_blocks) == (0, 0, 64)
+    assert client.finished == {}
+
+
+def test_queue_limits_refuse_with_a_delay_but_let_resumed_requests_pass(make_engine):
+    gate = Gate()
+    engine = make_engine(gate, max_num_seqs=1, max_waiting_requests=2)
+    client = Client(engine)
+    engine.add(client.id, [request(i) for i in range(4)])
+    engine.add(client.id, [request(9, resumes=1)])
+    gate.open()
+    client.wait(0, 1, 2, 3, 9)
+    refused = [slot for slot, record in client.finished.items() if record.code == code_pb2.RESOURCE_EXHAUSTED]
+    assert refused == [2, 3]
+    assert client.finished[3].retryable
+    assert client.finished[3].HasField("retry_delay")
+
+
+def test_draining_refuses_what_is_new_and_finishes_what_runs(make_engine):
+    gate = Gate()
+    engine = make_engine(gate)
+    client = Client(engine)
+    engine.add(client.id, [request(0)])
+    engine.refuse_new(Unavailable("draining"))
+    engine.add(client.id, [request(1)])
+    gate.open()
+    client.wait(0, 1)
+    assert client.finished[0].reason == FinishReason.FINISH_REASON_LENGTH
+    assert client.finished[1].code == code_pb2.UNAVAILABLE
+    assert client.finished[1].retryable
+
+
+def test_what_the_core_cuts_at_its_end_is_unavailable_not_cancelled(make_engine):
+    gate = Gate()
+    engine = make_engine(gate)
+    client = Client(engine)
+    engine.add(client.id, [request(0, max_tokens=None)])
+    gate.steps.release(1)
+    client.wait_for_tokens(0)
+    engine.abort_all("going away")
+    gate.open()
+    client.wait(0)
+    assert client.finished[0].reason == FinishReason.FINISH_REASON_ABORT
+    assert client.finished[0].code == code_pb2.UNAVAILABLE
+
+
+def test_a_runner_that_raises_kills_the_engine_loudly():
+    class Broken:
+        def execute(self, batch):
+            raise ValueError("boom")
+
+    scheduler = Scheduler(BlockManager(8, BLOCK), max_num_seqs=2, max_num_batched_tokens=64)
+    engine = Engine(scheduler, Broken(), AdmissionLimits(ModelLimits(VOCAB, 64, 5), 112), BlobStore(1 << 20))
+    died = threading.Event()
+    engine.start(on_death=died.set)
+    engine.add(engine.connect(lambda _: None), [request(0)])
+    assert died.wait(10)
+    assert not engine.healthy
+    with pytest.raises(EngineDeadError):
+        engine.connect(lambda _: None)
+
+
+def test_logprobs_and_prompt_logprobs_reach_their_slots(make_engine):
+    engine = make_engine()
+    client = Client(engine)
+    engine.add(
+        client.id, [request(0), request(3, prompt=tuple(range(20)), logprobs=2, prompt_logprobs=1, max_tokens=2)]
+    )
+    client.wait(0, 3)
+    rows = [
+        (m.logprobs.slots[i], m.logprobs.positions[i], m.logprobs.token_ids[m.logprobs.offsets[i]])
+        for m in client.messages
+        for i in range(len(m.logprobs.slots))
+    ]
+    assert rows == [(3, 0, 20), (3, 1, 21)]
+    prompt_rows = [
+        (m.prompt_logprobs.positions[i], m.prompt_logprobs.token_ids[m.prompt_logprobs.offsets[i]])
+        for m in client.messages
+        for i in range(len(m.prompt_logprobs.slots))
+    ]
+    assert prompt_rows == [(i, i) for i in range(1, 20)]
+
+
+def test_long_logprobs_are_split_or_become_blobs(make_engine):
+    engine = make_engine()
+    blobs = engine._blobs
+    engine._limits = AdmissionLimits(ModelLimits(VOCAB, 512, VOCAB), 1024)
+    client = Client(engine)
+    engine.add(client.id, [request(0, prompt=tuple(range(200)), prompt_logprobs=900, max_tokens=1)])
+    client.wait(0)
+    seen: list[int] = []
+    for message in client.messages:
+        parts = [message.prompt_logprobs]
+        parts += [pb.LogprobColumns.FromString(blobs.get(d)) for d in message.prompt_logprobs.blob_digests]
+        for part in parts:
+            seen.extend(part.positions)
+    assert seen == list(range(1, 200))
+    assert sum(message.HasField("prompt_logprobs") for message in client.messages) > 1
+
+
+def test_timing_and_counts_are_told_at_the_end(make_engine):
+    engine = make_engine()
+    client = Client(engine)
+    engine.add(client.id, [request(0, prompt=tuple(range(40)))])
+    client.wait(0)
+    engine.add(client.id, [request(1, prompt=tuple(range(40)), age=2.0)])
+    client.wait(1)
+    assert client.finished[1].cached_tokens == 32
+    assert client.finished[1].timing.HasField("decode")
+    assert engine.load().output_tokens == 8
