@@ -1,0 +1,32 @@
+import pytest
+
+from headrace.common.contract_version import CONTRACT_VERSION
+from headrace.common.errors import FailedPrecondition
+from headrace.core_api.v1 import engine_core_pb2 as core_pb
+from headrace.gateway.handshake import check_contract, check_same_model
+
+
+@pytest.mark.parametrize("theirs", ["1.4", "1.5", "1.6"])
+def test_neighbouring_releases_work_together(theirs: str) -> None:
+    check_contract(theirs, "1.5")
+
+
+@pytest.mark.parametrize("theirs", ["1.3", "1.7", "2.5", "0.5", "", "1", "one.two"])
+def test_other_releases_are_refused(theirs: str) -> None:
+    with pytest.raises(FailedPrecondition):
+        check_contract(theirs, "1.5")
+
+
+def test_our_own_version_is_one_that_fits() -> None:
+    check_contract(CONTRACT_VERSION)
+
+
+@pytest.mark.parametrize(("model", "digest"), [("", ""), ("m", ""), ("", "d"), ("m", "d")])
+def test_empty_expectations_accept_any_core(model: str, digest: str) -> None:
+    check_same_model(core_pb.CoreInfo(model="m", tokenizer_digest="d"), model, digest)
+
+
+@pytest.mark.parametrize(("model", "digest"), [("other", ""), ("m", "other")])
+def test_another_model_or_tokenizer_is_refused_by_name(model: str, digest: str) -> None:
+    with pytest.raises(FailedPrecondition, match="other"):
+        check_same_model(core_pb.CoreInfo(model="m", tokenizer_digest="d"), model, digest)
