@@ -1,0 +1,25 @@
+"""`headrace core`."""
+
+import argparse
+from collections.abc import Callable
+
+from headrace.cli.service_process import add_parent_argument, run_service
+from headrace.cli.side_config import add_side_arguments
+from headrace.core_service.config import CoreConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the core's settings."""
+    add_side_arguments(parser, CoreConfig)
+    add_parent_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until told to stop."""
+    return run_service(CoreConfig, arguments, lambda config: config.server.drain_grace, _load)
+
+
+def _load() -> Callable[[CoreConfig], int]:
+    from headrace.core_service.main import run
+
+    return run

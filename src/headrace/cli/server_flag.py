@@ -1,0 +1,27 @@
+"""The --server flag of client commands."""
+
+import argparse
+import os
+
+from headrace.common.addresses import parse_address
+
+SERVER_VARIABLE = "HEADRACE_SERVER"
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+
+def add_server_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --server."""
+    parser.add_argument(
+        "--server",
+        type=_server,
+        default=os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER,
+        metavar="HOST:PORT",
+        help=f"gateway to talk to [{SERVER_VARIABLE}; default {DEFAULT_SERVER}]",
+    )
+
+
+def _server(text: str) -> str:
+    try:
+        return str(parse_address(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
