@@ -1,0 +1,84 @@
+"""Thousands of requests through a scheduler with a tiny pool: each ends exactly once, and memory stays flat."""
+
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from headrace.common.params import SamplingParams
+from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.engine_outputs import EngineOutputs
+from headrace.core_service.fakes import FakeRunner
+from headrace.core_service.request import Request, Sequence
+from headrace.core_service.scheduler import Scheduler
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
+
+VOCAB, BLOCK, MAX_LEN = 1000, 4, 40
+
+
+def make_request(rng, now, slot):
+    prompt = np.arange(rng.choice([0, 100, 200]), 1000, dtype=np.int32)[: rng.randint(1, 20)]
+    max_tokens = rng.randint(1, 20)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=rng.choice([1, 1, 1, 2, 4]))
+    request = Request(
+        internal_id=str(slot),
+        external_id="",
+        client=1,
+        prompt=prompt,
+        params=params,
+        eos_token_ids=(),
+        length_limit=min(len(prompt) + max_tokens, MAX_LEN),
+        priority=rng.randint(0, 3),
+        arrival=now,
+        received=now,
+        deadline=now + rng.randint(1, 60) if rng.random() < 0.2 else None,
+        cache_salt=rng.choice(["", "", "tenant"]),
+    )
+    request.sequences = [Sequence(request, slot=slot + i, index=i, seed=i) for i in range(params.n)]
+    return request
+
+
+def test_soak(scale):
+    total = 2_000 * scale
+    rng = random.Random(1)
+    blocks = BlockManager(24, BLOCK)
+    scheduler = Scheduler(blocks, max_num_seqs=6, max_num_batched_tokens=24)
+    runner = FakeRunner(VOCAB, BLOCK)
+    live: dict[int, Sequence] = {}
+    ended = added = slot = 0
+    now = 0.0
+    tracemalloc.start()
+    baseline = 0
+    while added < total or live:
+        now += 1
+        outputs = EngineOutputs()
+        while added < total and len(live) < 40 and rng.random() < 0.7:
+            request = make_request(rng, now, slot)
+            scheduler.add(request)
+            live.update((sequence.slot, sequence) for sequence in request.sequences)
+            slot += len(request.sequences)
+            added += 1
+        if live and rng.random() < 0.1:
+            scheduler.abort(rng.choice(list(live.values())), outputs)
+        if rng.random() < 0.005:
+            scheduler.reset_prefix_cache()
+        scheduler.expire(now, outputs)
+        step = scheduler.schedule(now, outputs)
+        if step is not None:
+            scheduler.update(step, runner.execute(step.batch), now, outputs)
+        for record in outputs.finished:
+            assert live.pop(record.sequence.slot) is record.sequence
+            ended += 1
+        if scheduler.counters.steps % 97 == 0:
+            scheduler.check_integrity()
+        if not baseline and added >= total // 4:
+            baseline = tracemalloc.get_traced_memory()[0]
+    assert ended == slot
+    assert scheduler.counters.preemptions > added / 50
+    assert blocks.num_free == blocks.num_usable
+    scheduler.check_integrity()
+    grown = tracemalloc.get_traced_memory()[0] - baseline
+    tracemalloc.stop()
+    assert grown < 512 * 1024, f"{grown} bytes more than after a quarter of the requests"
