@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.core_client import LogprobRow
-from headrace.gateway.token_logprobs import PromptLogprobs
+from headrace.gateway.token_logprobs import PromptLogprobs, token_logprobs
 from headrace.gateway.tokenizer import Tokenizer
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
@@ -34,8 +34,13 @@ def test_rows_leave_once_in_order_and_in_bounded_slices(
     taken += [message for slice_ in logprobs.take_slices(TOKENIZER) for message in slice_]
     assert logprobs.complete
     assert [[c.token_id for c in message.candidates] for message in taken] == [
-        [position, 0, 1] if position else [] for position in range(num_tokens)
+        list(dict.fromkeys([position, 0, 1])) if position else [] for position in range(num_tokens)
     ]
+
+
+def test_a_drawn_token_that_is_among_the_most_likely_stands_once() -> None:
+    message = token_logprobs(LogprobRow((7, 3, 7, 9), (-0.5, -0.4, -0.5, -2.0), (2, 1, 2, 3)), TOKENIZER)
+    assert [(c.token_id, c.rank) for c in message.candidates] == [(7, 2), (3, 1), (9, 3)]
 
 
 def test_a_gap_holds_back_what_lies_behind_it() -> None:

@@ -99,6 +99,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> RequestError:
             error_info = error_details_pb2.ErrorInfo()
             detail.Unpack(error_info)
             reason = error_info.reason
+    if violations and error.code() is InvalidRequest.code:
+        return InvalidRequest(violations, reason=reason)
     result = from_code(error.code().value[0], error.details() or "", retry_delay_s)
     if reason:
         result.reason = reason
