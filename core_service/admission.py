@@ -47,7 +47,17 @@ def read_request(message: pb.EngineCoreRequest, client: ClientId, limits: Admiss
 
 
 def check_queue(waiting: int, waiting_tokens: int, request: Request, limits: AdmissionLimits) -> None:
-    """Raises Overloaded if the waiting queue has no room for the request."""
+    """Raises Overloaded if the waiting queue has no room for the request, InvalidRequest if it never could have."""
+    if 0 < limits.max_waiting_requests < len(request.sequences):
+        raise InvalidRequest(
+            [
+                Violation(
+                    "sampling.n",
+                    f"must be at most {limits.max_waiting_requests}, this core's max_waiting_requests; got "
+                    f"{len(request.sequences)}",
+                )
+            ]
+        )
     if limits.max_waiting_requests and waiting + len(request.sequences) > limits.max_waiting_requests:
         raise Overloaded(
             f"{waiting} requests wait; at most {limits.max_waiting_requests} may", reason="TOO_MANY_WAITING_REQUESTS"
@@ -74,6 +84,9 @@ def _refuse_unimplemented(message: pb.EngineCoreRequest) -> None:
         "grammar_after": message.HasField("grammar_after"),
         "sampling.structured_outputs": sampling.HasField("structured_outputs"),
         "sampling.repetition_detection": sampling.HasField("repetition_detection"),
+        "sampling.thinking_token_budget": sampling.HasField("thinking_token_budget"),
+        "sampling.prompt_logprob_token_ids": bool(sampling.prompt_logprob_token_ids),
+        "sampling.prompt_logprob_start": sampling.HasField("prompt_logprob_start"),
         "sampling.logit_bias": bool(sampling.logit_bias),
         "sampling.allowed_token_ids": bool(sampling.allowed_token_ids),
         "sampling.presence_penalty": sampling.presence_penalty != 0,

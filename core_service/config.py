@@ -45,12 +45,16 @@ class CacheConfig(Section):
     block_size: int = setting(16, help="tokens per block", low=1, high=1024, check=_power_of_two)
     kv_cache_memory: int | None = setting(
         None,
-        help="size of the KV cache, such as 4GiB (default: 1GiB on a CPU, what gpu-memory-utilization leaves on a GPU)",
+        help="size of the KV cache, such as 4GiB (default: 1GiB on a CPU)",
         unit=Unit.BYTES,
         low=1,
     )
     gpu_memory_utilization: float = setting(
-        0.9, help="share of the GPU's memory for weights, KV cache and work space", low=0, high=1, above_low=True
+        0.9,
+        help="share of a GPU's memory for weights, KV cache and work space; not read on a CPU",
+        low=0,
+        high=1,
+        above_low=True,
     )
     enable_prefix_caching: bool = setting(True, help="reuse the blocks of equal prompt beginnings")
 
@@ -74,7 +78,12 @@ class SchedulerConfig(Section):
 class DeviceConfig(Section):
     """What computes."""
 
-    device: str = setting("auto", help="auto is a GPU where there is one", choices=("auto", "cpu", "cuda"))
+    device: str = setting(
+        "auto",
+        help="what computes; this release computes on the CPU, which is what auto means",
+        choices=("auto", "cpu", "cuda"),
+        check=lambda value: "cuda is not supported by this release; use auto or cpu" if value == "cuda" else None,
+    )
     threads: int | None = setting(None, help="CPU threads for computing (default: one a core)", low=1, high=1024)
 
 

@@ -48,12 +48,6 @@ class FakeRunner:
             if any(slot not in self._written for slot in slots.tolist()):
                 raise RuntimeError(f"sequence {seq} reads KV that nobody wrote")
 
-    def context_tokens(self, batch: ScheduledBatch, seq: int) -> list[int]:
-        """The tokens that a sequence sees through its block table, as they were written."""
-        positions = np.arange(int(batch.context_lens[seq]))
-        slots = batch.block_tables[seq, positions // self._block_size] * self._block_size
-        return [self._written[slot] for slot in (slots + positions % self._block_size).tolist()]
-
     def _logprobs(self, drawn: np.ndarray, columns: SamplingColumns) -> LogprobRows | None:
         rows = [i for i, count in enumerate(columns.num_logprobs.tolist()) if count >= 0]
         rows += [i for i in columns.logprob_ids if i not in rows]

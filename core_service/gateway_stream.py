@@ -7,10 +7,11 @@ its requests are aborted.
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from google.protobuf.message import DecodeError
+from google.rpc.code_pb2 import Code
 
 from headrace.common.contract_version import CONTRACT_VERSION
 from headrace.common.errors import (
@@ -23,6 +24,7 @@ from headrace.common.errors import (
     Unavailable,
     Violation,
 )
+from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import refusal
 from headrace.core_service.blob_store import BlobStore
@@ -46,6 +48,13 @@ class StreamEnvironment:
     info: pb.CoreInfo
 
 
+class _RequestIds(NamedTuple):
+    """What a request is called in the logs."""
+
+    external: str
+    internal: str
+
+
 class GatewayStream:
     """The core's end of a gateway's stream."""
 
@@ -54,12 +63,11 @@ class GatewayStream:
         self._blobs = environment.blobs
         self._info = environment.info
         self._outbox = Outbox(MAX_OUTBOX_BYTES)
-        self._live_slots: set[int] = set()
+        self._live: dict[int, _RequestIds] = {}  # by slot, until the terminal row is written
         self._end: RequestError | None = None
 
-    async def run(self, requests: AsyncIterator[pb.ConnectRequest], context: Any) -> None:
+    async def run(self, hello: pb.Hello, requests: AsyncIterator[pb.ConnectRequest], context: Any) -> None:
         """Serves the stream until the gateway ends it. Raises RequestError for the status that it must end with."""
-        hello = await self._read_hello(requests)
         check_hello(hello, self._info)
         await context.write(pb.ConnectResponse(welcome=pb.Welcome(info=self._info)))
         log.info("gateway connected", gateway=hello.gateway_epoch, peer=context.peer())
@@ -96,16 +104,6 @@ class GatewayStream:
         self._end = error
         self._outbox.offer(pb.ConnectResponse())
 
-    async def _read_hello(self, requests: AsyncIterator[pb.ConnectRequest]) -> pb.Hello:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await anext(requests, None)
-        except TimeoutError as error:
-            raise _breach("hello", f"did not come within {HELLO_TIMEOUT_S:g} s") from error
-        if first is None or first.WhichOneof("message") != "hello":
-            raise _breach("hello", "must be the first message of a stream")
-        return first.hello
-
     async def _read(self, requests: AsyncIterator[pb.ConnectRequest], client: int) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
@@ -124,13 +122,18 @@ class GatewayStream:
             for child in message.children:
                 if child.slot >= MAX_SLOT:
                     raise _breach("slot", f"must be below {MAX_SLOT}; got {child.slot}")
-                if child.slot in self._live_slots:
+                if child.slot in self._live:
                     raise _breach("slot", f"{child.slot} is in use until its terminal row has arrived")
-                self._live_slots.add(child.slot)
+                self._live[child.slot] = _RequestIds(message.external_id, message.internal_id)
             try:
-                ready.append(self._with_body(message))
+                whole = self._with_body(message)
             except RequestError as error:
                 self._offer_step(refusal(message, error))
+                continue
+            if whole is not message:
+                ids = _RequestIds(whole.external_id, whole.internal_id)
+                self._live.update((child.slot, ids) for child in whole.children)
+            ready.append(whole)
         self._engine.add(client, ready)
 
     def _with_body(self, message: pb.EngineCoreRequest) -> pb.EngineCoreRequest:
@@ -162,8 +165,33 @@ class GatewayStream:
             elif message.WhichOneof("message") is None:
                 raise self._end or Unavailable("the core ended the stream")
             for record in message.step.finished:
-                self._live_slots.discard(record.slot)
+                self._log_end(self._live.pop(record.slot), record)
             await context.write(message)
+
+    def _log_end(self, ids: "_RequestIds", record: pb.Finished) -> None:
+        """One line a completion, on the event loop: the engine's thread has better things to do."""
+        log.info(
+            "completion ended",
+            request_id=ids.external,
+            internal_id=ids.internal,
+            reason=FinishReason.Name(record.reason).removeprefix("FINISH_REASON_"),
+            code=Code.Name(record.code),
+            message=record.message,
+            cached_tokens=record.cached_tokens,
+            preemptions=record.timing.preemptions,
+        )
+
+
+async def read_hello(requests: AsyncIterator[pb.ConnectRequest]) -> pb.Hello:
+    """The first message of a stream. Raises InvalidRequest if it is something else or does not come."""
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await anext(requests, None)
+    except TimeoutError as error:
+        raise _breach("hello", f"did not come within {HELLO_TIMEOUT_S:g} s") from error
+    if first is None or first.WhichOneof("message") != "hello":
+        raise _breach("hello", "must be the first message of a stream")
+    return first.hello
 
 
 def check_hello(hello: pb.Hello, info: pb.CoreInfo) -> None:

@@ -47,8 +47,6 @@ def find_model(config: CoreConfig) -> tuple[ModelFiles, TokenizerFiles]:
 
     Raises StartupError with one clear line if anything is wrong.
     """
-    if config.device.device == "cuda":
-        raise ConfigError(["device: cuda is not supported by this release; use auto or cpu"])
     files = resolve_model(config.model.model, config.model.revision)
     limit, wanted = read_model_spec(files.path).max_position_embeddings, config.model.max_model_len
     if wanted is not None and wanted > limit:

@@ -13,7 +13,7 @@ from headrace.common.params_wire import seconds
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_api.v1 import engine_core_pb2_grpc as pb_grpc
-from headrace.core_service.gateway_stream import GatewayStream, StreamEnvironment
+from headrace.core_service.gateway_stream import GatewayStream, StreamEnvironment, read_hello
 
 TOKENIZER_CHUNK_BYTES = 64 * 1024
 BLOB_CHUNK_BYTES = 256 * 1024
@@ -48,13 +48,15 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
         self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any
     ) -> None:
         """A gateway's stream of requests and step outputs."""
+        # Read before anything is refused: a stream that ends while its first message is on the way loses its status.
+        hello = await read_hello(request_iterator)
         environment = self._environment()
         if self._draining:
             raise Unavailable("this core is draining", reason="DRAINING")
         stream = GatewayStream(environment)
         self._streams.add(stream)
         try:
-            await stream.run(request_iterator, context)
+            await stream.run(hello, request_iterator, context)
         finally:
             self._streams.discard(stream)
 

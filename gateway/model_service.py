@@ -5,13 +5,14 @@ from typing import Any
 
 import grpc
 
-from headrace.common.errors import Unavailable
+from headrace.common.errors import InvalidRequest, Unavailable
 from headrace.common.params_wire import sampling_to_wire
 from headrace.gateway.core_client import CoreClient
 from headrace.gateway.live_requests import LiveRequests
 from headrace.gateway.model_catalog import ModelCatalog
 from headrace.gateway.router import Router
 from headrace.gateway.served_model import ServedModel
+from headrace.gateway.unknown_fields import unknown_fields
 from headrace.gateway_api.v1 import models_pb2 as pb
 from headrace.gateway_api.v1.models_pb2_grpc import ModelServiceServicer
 
@@ -37,6 +38,8 @@ class ModelService(ModelServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Facts and limits of a model."""
+        if violations := unknown_fields(request):
+            raise InvalidRequest(violations)
         return pb.GetModelResponse(model=self._describe(self._models.resolve(request.name)))
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:

@@ -38,16 +38,6 @@ class Tokenizer:
         """Ids of tokens that are markup, not text."""
         return self._table.special_ids
 
-    @property
-    def bos_text(self) -> str:
-        """Text of the beginning-of-sequence token, empty if there is none."""
-        return self.special_tokens.get("bos_token", "")
-
-    @property
-    def eos_text(self) -> str:
-        """Text of the end-of-sequence token, empty if there is none."""
-        return self.special_tokens.get("eos_token", "")
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; rendered chat prompts hold their special tokens already, so pass False for them."""
         # The batch call lets go of the interpreter lock while it works, the single one does not: half a second for a

@@ -123,6 +123,9 @@ def _chat_violations(chat: pb.Chat, model: ServedModel) -> list[Violation]:
             found.append(Violation(f"{place}.role", f"must be one of {', '.join(CHAT_ROLES)}; got {message.role!r}"))
         if message.content and message.parts:
             found.append(Violation(f"{place}.parts", "must be empty where content is set"))
+        for number, part in enumerate(message.parts):
+            if part.WhichOneof("part") is None:
+                found.append(Violation(f"{place}.parts[{number}]", "must be text or media; it is empty"))
         for number, call in enumerate(message.tool_calls):
             found += _json_object_violations(f"{place}.tool_calls[{number}]", call)
     for position, tool in enumerate(chat.tools):

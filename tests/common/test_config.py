@@ -117,7 +117,7 @@ def test_every_wrong_value_is_in_one_message(yaml_file):
     text = "; ".join(found)
     for part in ("--volume", "HEADRACE_STONE:", "HEADRACE_STONES", "HEADRACE_SHARE", "core.tank.drain"):
         assert part in text
-    assert "unknown key core.tank.colour" in text
+    assert "core.tank.colour: unknown key" in text
     assert "unknown key mill" in text
     assert len(found) == 7
 

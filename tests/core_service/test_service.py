@@ -5,6 +5,7 @@ import hashlib
 
 import grpc
 import pytest
+import structlog
 
 from headrace.common.contract_version import CONTRACT_VERSION
 from headrace.common.grpc_server import bind, create_server
@@ -125,8 +126,7 @@ async def test_before_the_model_is_loaded_every_call_is_unavailable(make_core):
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await core.stub.GetCoreInfo(pb.GetCoreInfoRequest())
     assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-    call = core.stub.Connect()
-    code, details = await status_of(call)
+    code, details = await status_of(await core.connect())
     assert (code, "loading" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
@@ -271,6 +271,19 @@ async def test_the_tokenizers_files_come_in_chunks_with_their_digest_also_while_
         digests[piece.file_name] = piece.sha256
     assert files == FILES.files
     assert digests == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+async def test_each_completion_leaves_one_log_line_with_its_request_id(make_core):
+    core = await make_core()
+    call = await core.welcomed()
+    with structlog.testing.capture_logs() as lines:
+        good, bad = request(0), request(1, prompt=())
+        good.external_id, bad.external_id = "mine", "yours"
+        await call.write(add(good, bad))
+        await read_until_finished(call, 0, 1)
+    ended = {line["request_id"]: line["code"] for line in lines if line["event"] == "completion ended"}
+    assert ended == {"mine": "OK", "yours": "INVALID_ARGUMENT"}
+    call.cancel()
 
 
 async def test_a_request_too_large_for_the_stream_goes_by_blob(make_core):

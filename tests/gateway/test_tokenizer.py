@@ -47,7 +47,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_value_and_limit(bad: int) -
 def test_facts() -> None:
     assert TOKENIZER.vocab_size == 260
     assert TOKENIZER.special_ids == {BOS_ID, EOS_ID}
-    assert (TOKENIZER.bos_text, TOKENIZER.eos_text) == ("<bos>", "<eos>")
+    assert (TOKENIZER.special_tokens["bos_token"], TOKENIZER.special_tokens["eos_token"]) == ("<bos>", "<eos>")
 
 
 def test_many_threads_encode_alike() -> None:

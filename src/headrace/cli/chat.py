@@ -9,7 +9,7 @@ from headrace.cli.completions import Completions
 from headrace.cli.sampling_flags import add_sampling_arguments, fill_sampling
 from headrace.cli.server_flag import add_server_argument
 from headrace.client import Client, chat_prompt
-from headrace.common.errors import InvalidRequest, RequestError
+from headrace.common.errors import InvalidRequest, RequestError, Violation
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
 _DEFAULT_MAX_TOKENS = 512
@@ -64,7 +64,11 @@ def _lines() -> Iterator[str]:
 
 def _answer(client: Client, arguments: argparse.Namespace, history: list[tuple[str, str]]) -> str:
     """Prints the answer as it arrives and returns it; Ctrl-C ends it early and keeps what there is."""
-    request = pb.GenerateRequest(model=arguments.model, prompt=chat_prompt(history))
+    try:
+        prompt = chat_prompt(history)
+    except UnicodeEncodeError as error:  # such as bytes of another encoding on a pipe
+        raise InvalidRequest([Violation("prompt.chat", "is not valid UTF-8")]) from error
+    request = pb.GenerateRequest(model=arguments.model, prompt=prompt)
     fill_sampling(request, arguments)
     completions = Completions(request.output_kind)
     messages = client.generate(request)

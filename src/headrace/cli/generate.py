@@ -9,7 +9,7 @@ from headrace.cli.prompt_flags import add_prompt_arguments, read_prompt
 from headrace.cli.sampling_flags import add_sampling_arguments, fill_sampling
 from headrace.cli.server_flag import add_server_argument
 from headrace.client import Client
-from headrace.common.errors import RequestError
+from headrace.common.errors import InvalidRequest, RequestError, Violation
 from headrace.common.quantities import parse_duration
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
@@ -47,9 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> Completions:
-    request = pb.GenerateRequest(
-        model=arguments.model, output_kind=_KINDS[arguments.output_kind], priority=arguments.priority
-    )
+    request = pb.GenerateRequest(model=arguments.model, output_kind=_KINDS[arguments.output_kind])
+    try:
+        request.priority = arguments.priority
+    except ValueError as error:  # protobuf: out of the field's range
+        raise InvalidRequest([Violation("priority", f"is out of range; got {arguments.priority}")]) from error
     fill_sampling(request, arguments)
     request.prompt.CopyFrom(read_prompt(arguments))
     completions = Completions(request.output_kind)

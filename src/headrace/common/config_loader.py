@@ -109,7 +109,7 @@ def _read_file(name: str | None, tree: type[Config], problems: list[str]) -> dic
         if side not in _SIDES:
             problems.append(f"{name}: unknown key {side}{_suggestion(str(side), _SIDES)}")
         elif side == tree.side:
-            _flatten(part, (), side, known, values, problems)
+            _flatten(part, (), f"{name}: {side}", known, values, problems)
     return values
 
 
@@ -123,7 +123,7 @@ def _flatten(
         elif any(name.startswith(dotted + ".") for name in known):
             _flatten(value, (*path, str(key)), f"{where}.{key}", known, values, problems)
         else:
-            problems.append(f"unknown key {where}.{key}{_suggestion(dotted, known)}")
+            problems.append(f"{where}.{key}: unknown key{_suggestion(dotted, known)}")
 
 
 def _entries(part: Any, where: str, problems: list[str]) -> Iterable[tuple[Any, Any]]:

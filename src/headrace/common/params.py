@@ -1,13 +1,12 @@
 """What a request asks for, and the rules that it must keep.
 
-Names, defaults and rules follow vLLM's `SamplingParams` and `PoolingParams`, so that code written for it reads the same
-here. The same rules run in the gateway (which answers the client) and again in the core (which trusts nobody).
+Names, defaults and rules follow vLLM's `SamplingParams`, so that code written for it reads the same here. The same rules
+run in the gateway (which answers the client) and again in the core (which trusts nobody).
 `headrace.common.params_wire` converts to and from the contract's messages.
 """
 
 import math
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 from headrace.common.errors import Violation
 
@@ -17,15 +16,6 @@ MAX_BAD_WORDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
-LOGIT_BIAS_BOUND = 100.0
-
-
-class RequestOutputKind(IntEnum):
-    """What each output of a stream carries."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, slots=True)

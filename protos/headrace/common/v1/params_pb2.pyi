@@ -115,6 +115,9 @@ class SamplingParams(_message.Message):
     REPETITION_DETECTION_FIELD_NUMBER: _builtins.int
     SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_START_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Completions per prompt, 1 to 16,384. Default 1. Child i draws with seed + i."""
     temperature: _builtins.float
@@ -151,6 +154,10 @@ class SamplingParams(_message.Message):
     """The same for each prompt token but the first. Such a request does not read the prefix cache."""
     skip_reading_prefix_cache: _builtins.bool
     """Compute the whole prompt anew; its blocks are still stored."""
+    thinking_token_budget: _builtins.int
+    """Most tokens of a reasoning block, at least 0; -1 means no limit. Needs a model with a reasoning format. Unset means no limit."""
+    prompt_logprob_start: _builtins.int
+    """First prompt position whose log-probabilities are wanted; below the prompt's length. Default 1, the first that has any."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the output, inside the vocabulary."""
@@ -181,6 +188,10 @@ class SamplingParams(_message.Message):
         arrival; a gateway passes on what is left. Above 0.
         """
 
+    @_builtins.property
+    def prompt_logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Log-probabilities of these ids too, at each prompt position; at most 128."""
+
     def __init__(
         self,
         *,
@@ -207,10 +218,13 @@ class SamplingParams(_message.Message):
         repetition_detection: Global___RepetitionDetection | None = ...,
         skip_reading_prefix_cache: _builtins.bool = ...,
         time_limit: _duration_pb2.Duration | None = ...,
+        thinking_token_budget: _builtins.int | None = ...,
+        prompt_logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprob_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "limit", b"limit", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "time_limit", b"time_limit", "top_k", b"top_k", "top_p", b"top_p", "until_context", b"until_context"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprob_start", b"_prompt_logprob_start", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "limit", b"limit", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprob_start", b"prompt_logprob_start", "prompt_logprobs", b"prompt_logprobs", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "time_limit", b"time_limit", "top_k", b"top_k", "top_p", b"top_p", "until_context", b"until_context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "limit", b"limit", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "time_limit", b"time_limit", "top_k", b"top_k", "top_p", b"top_p", "until_context", b"until_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprob_start", b"_prompt_logprob_start", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "limit", b"limit", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprob_start", b"prompt_logprob_start", "prompt_logprob_token_ids", b"prompt_logprob_token_ids", "prompt_logprobs", b"prompt_logprobs", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "time_limit", b"time_limit", "top_k", b"top_k", "top_p", b"top_p", "until_context", b"until_context"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -222,6 +236,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprob_start: _TypeAlias = _typing.Literal["prompt_logprob_start"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprob_start: _TypeAlias = _typing.Literal["_prompt_logprob_start", b"_prompt_logprob_start"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
@@ -230,6 +246,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_token_budget: _TypeAlias = _typing.Literal["thinking_token_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_token_budget: _TypeAlias = _typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
@@ -247,6 +265,8 @@ class SamplingParams(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprob_start) -> _WhichOneofReturnType__prompt_logprob_start | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
@@ -254,6 +274,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_token_budget) -> _WhichOneofReturnType__thinking_token_budget | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
@@ -424,6 +446,8 @@ class PoolingParams(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     USE_ACTIVATION_FIELD_NUMBER: _builtins.int
     SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    STEP_TAG_ID_FIELD_NUMBER: _builtins.int
+    RETURNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     task: Global___PoolingParams.Task.ValueType
     """The task. In the public contract the call sets it; Embed also takes TASK_TOKEN_EMBED."""
     dimensions: _builtins.int
@@ -432,6 +456,12 @@ class PoolingParams(_message.Message):
     """Apply the model's activation or normalization. Default true."""
     skip_reading_prefix_cache: _builtins.bool
     """Compute the whole prompt anew."""
+    step_tag_id: _builtins.int
+    """For models that score steps: the token that ends a step, inside the vocabulary."""
+    @_builtins.property
+    def returned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a token classification, only these labels' values, below the number of labels; empty means all."""
+
     def __init__(
         self,
         *,
@@ -439,17 +469,23 @@ class PoolingParams(_message.Message):
         dimensions: _builtins.int | None = ...,
         use_activation: _builtins.bool | None = ...,
         skip_reading_prefix_cache: _builtins.bool = ...,
+        step_tag_id: _builtins.int | None = ...,
+        returned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_use_activation", b"_use_activation", "dimensions", b"dimensions", "use_activation", b"use_activation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_step_tag_id", b"_step_tag_id", "_use_activation", b"_use_activation", "dimensions", b"dimensions", "step_tag_id", b"step_tag_id", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_use_activation", b"_use_activation", "dimensions", b"dimensions", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "task", b"task", "use_activation", b"use_activation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_step_tag_id", b"_step_tag_id", "_use_activation", b"_use_activation", "dimensions", b"dimensions", "returned_token_ids", b"returned_token_ids", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "step_tag_id", b"step_tag_id", "task", b"task", "use_activation", b"use_activation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__step_tag_id: _TypeAlias = _typing.Literal["step_tag_id"]  # noqa: Y015
+    _WhichOneofArgType__step_tag_id: _TypeAlias = _typing.Literal["_step_tag_id", b"_step_tag_id"]  # noqa: Y015
     _WhichOneofReturnType__use_activation: _TypeAlias = _typing.Literal["use_activation"]  # noqa: Y015
     _WhichOneofArgType__use_activation: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_tag_id) -> _WhichOneofReturnType__step_tag_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
 

@@ -244,7 +244,7 @@ class CoreInfo(_message.Message):
     template_digest: _builtins.str
     """SHA-256 of the chat template; empty if there is none."""
     numerics_id: _builtins.str
-    """Equal ids give bitwise equal logits: weights, dtypes, kernels, ISA or GPU, quantization, parallel layout."""
+    """Equal ids give bitwise equal logits for the same batches: weights, dtypes, kernels, ISA or GPU, quantization, parallel layout."""
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int

@@ -322,7 +322,7 @@ class TextOptions(_message.Message):
     truncate_prompt_tokens: _builtins.int
     """Keep only the last so many prompt tokens, at least 1."""
     spaces_between_special_tokens: _builtins.bool
-    """Put spaces between special tokens in the text. Default true."""
+    """Put spaces between special tokens in the text, with tokenizers that do so (slow ones); others put none. Default true."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the output, none empty."""
@@ -547,8 +547,8 @@ class GenerateResponse(_message.Message):
     request_id: _builtins.str
     """The request's id, in the first message."""
     exact: _builtins.bool
-    """In every message: true as long as the output is bitwise what an undisturbed run gives; false once the stream went on where
-    that is not certain.
+    """In every message: true as long as the stream has stayed on cores with one numerics_id, so that moving it has changed nothing;
+    false once it went on where that is not certain.
     """
     numerics_id: _builtins.str
     """Numerics of the core, in the first message and after each change; for Resume."""
