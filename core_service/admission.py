@@ -1,16 +1,20 @@
 """From the contract's EngineCoreRequest to a Request, checked again: the core trusts no gateway."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace.common.errors import InvalidRequest, Overloaded, RequestError, Unavailable, Unimplemented, Violation
-from headrace.common.params import MAX_N, ModelLimits, SamplingParams
+from headrace.common.params import MAX_N, MAX_STOP_TOKEN_IDS, ModelLimits, SamplingParams
 from headrace.common.params_wire import duration, sampling_from_wire, seconds
 from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.batch import Int32Array
 from headrace.core_service.request import ClientId, Request, Sequence
+
+REFUSALS_PER_MESSAGE = 32
+MAX_REFUSAL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,12 @@ def read_request(message: pb.EngineCoreRequest, client: ClientId, limits: Admiss
     if not len(prompt):
         found.append(Violation("prompt_token_ids", "must hold at least one token"))
     _token_ids("eos_token_ids", message.eos_token_ids, limits.model.vocab_size, found)
+    if len(message.eos_token_ids) > MAX_STOP_TOKEN_IDS:
+        found.append(Violation("eos_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids; got {len(message.eos_token_ids)}"))
     if not 1 <= len(message.children) <= MAX_N:
         found.append(Violation("children", f"must be between 1 and {MAX_N}; got {len(message.children)}"))
+    if len({child.index for child in message.children}) < len(message.children):
+        found.append(Violation("children", "must have an index of its own each"))
     outputs = [
         _token_ids(f"children[{i}].generated_token_ids", child.generated_token_ids, limits.model.vocab_size, found)
         for i, child in enumerate(message.children)
@@ -43,7 +51,13 @@ def read_request(message: pb.EngineCoreRequest, client: ClientId, limits: Admiss
     found += _length_violations(len(prompt), longest, params, limits)
     if found:
         raise InvalidRequest(found)
-    return _build(message, client, params.normalized(), prompt, outputs, limits, now)
+    vocab_size = limits.model.vocab_size
+    params = replace(
+        params.normalized(),
+        logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
+        prompt_logprobs=vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs,
+    )
+    return _build(message, client, params, prompt, outputs, limits, now)
 
 
 def check_queue(waiting: int, waiting_tokens: int, request: Request, limits: AdmissionLimits) -> None:
@@ -157,17 +171,18 @@ def _build(
     return request
 
 
-def refusal(message: pb.EngineCoreRequest, error: RequestError) -> pb.StepOutputs:
-    """One terminal row per child of a request that is refused."""
-    outputs = pb.StepOutputs()
-    for child in message.children:
-        row = outputs.finished.add(
-            slot=child.slot,
-            reason=FinishReason.FINISH_REASON_ERROR,
-            code=error.code.value[0],
-            message=error.message,
-        )
-        if isinstance(error, Overloaded | Unavailable):
-            row.retryable = True
-            row.retry_delay.CopyFrom(duration(error.retry_delay_s))
-    return outputs
+def refusal(message: pb.EngineCoreRequest, error: RequestError) -> Iterator[pb.StepOutputs]:
+    """One terminal row per child of a request that is refused, in messages well below the stream's size limit."""
+    text = error.message
+    if len(text) > MAX_REFUSAL_CHARACTERS:
+        text = f"{text[:MAX_REFUSAL_CHARACTERS]}…"
+    for start in range(0, len(message.children), REFUSALS_PER_MESSAGE):
+        outputs = pb.StepOutputs()
+        for child in message.children[start : start + REFUSALS_PER_MESSAGE]:
+            row = outputs.finished.add(
+                slot=child.slot, reason=FinishReason.FINISH_REASON_ERROR, code=error.code.value[0], message=text
+            )
+            if isinstance(error, Overloaded | Unavailable):
+                row.retryable = True
+                row.retry_delay.CopyFrom(duration(error.retry_delay_s))
+        yield outputs

@@ -10,8 +10,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from headrace.common.errors import NotFound, Overloaded
+
+
+class _Blob(NamedTuple):
+    expires: float
+    data: bytes
+    puts: int  # how often it was put: equal payloads of different requests are one
 
 
 class BlobStore:
@@ -22,7 +29,7 @@ class BlobStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._blobs: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # oldest first
+        self._blobs: OrderedDict[str, _Blob] = OrderedDict()  # oldest first
         self._bytes = 0
         self._arriving = 0
 
@@ -55,14 +62,16 @@ class BlobStore:
                 self._arriving -= size
 
     def put(self, data: bytes) -> str:
-        """Stores a payload and returns its digest; an equal one that is there already is kept longer instead."""
+        """Stores a payload and returns its digest; an equal one that is there already is kept longer and counts
+        twice."""
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
             self._drop_expired()
             old = self._blobs.pop(digest, None)
             if old is None:
                 self._bytes += len(data)
-            self._blobs[digest] = (self._clock() + self._ttl_s, data)
+            puts = 1 if old is None else old.puts + 1
+            self._blobs[digest] = _Blob(self._clock() + self._ttl_s, data, puts)
             # The newest always stays; older ones make room.
             while self._bytes > self._max_bytes and len(self._blobs) > 1:
                 self._drop_oldest()
@@ -75,20 +84,25 @@ class BlobStore:
             entry = self._blobs.get(digest)
         if entry is None:
             raise NotFound(f"no blob {digest}: it was never stored here, or its {self._ttl_s:g} s are over")
-        return entry[1]
+        return entry.data
 
     def discard(self, digest: str) -> None:
-        """Forgets a payload."""
+        """Forgets a payload, once for each time that it was put."""
         with self._lock:
-            entry = self._blobs.pop(digest, None)
-            if entry is not None:
-                self._bytes -= len(entry[1])
+            entry = self._blobs.get(digest)
+            if entry is None:
+                return
+            if entry.puts > 1:
+                self._blobs[digest] = entry._replace(puts=entry.puts - 1)
+            else:
+                del self._blobs[digest]
+                self._bytes -= len(entry.data)
 
     def _drop_expired(self) -> None:
         now = self._clock()
-        while self._blobs and next(iter(self._blobs.values()))[0] <= now:
+        while self._blobs and next(iter(self._blobs.values())).expires <= now:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        _, (_, data) = self._blobs.popitem(last=False)
-        self._bytes -= len(data)
+        _, blob = self._blobs.popitem(last=False)
+        self._bytes -= len(blob.data)

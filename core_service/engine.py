@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 from google.rpc import code_pb2
 
-from headrace.common.errors import EngineDeadError, RequestError
+from headrace.common.errors import EngineDeadError, InternalError, RequestError
 from headrace.common.params_wire import duration
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import AdmissionLimits, check_queue, read_request, refusal
@@ -28,6 +28,10 @@ from headrace.core_service.progress import ProgressWatch
 from headrace.core_service.request import ClientId, Sequence
 from headrace.core_service.scheduler import Scheduler
 from headrace.core_service.step_messages import step_messages
+
+STOP_TIMEOUT_S = 10.0
+# How long to wait for news when there is work that cannot run. It cannot happen; if it does, it must not cost a core.
+STALLED_WAIT_S = 0.05
 
 Sink = Callable[[pb.StepOutputs], None]
 
@@ -74,6 +78,7 @@ class Engine:
         self._progress = ProgressWatch(clock)
         self._on_death: Callable[[], None] = lambda: None
         self._dead = False
+        self._stalled = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- any thread ----------------------------------------------------------------------------------------------------
@@ -83,10 +88,11 @@ class Engine:
         self._on_death = on_death
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the step under way. Live requests get no further rows."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Ends the thread after the step under way; False if that step does not end in time."""
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @property
     def alive(self) -> bool:
@@ -166,6 +172,7 @@ class Engine:
         now = self._clock()
         self._scheduler.expire(now, outputs)
         step = self._scheduler.schedule(now, outputs)
+        self._stalled = step is None and self._scheduler.has_work
         if step is not None:
             result = self._runner.execute(step.batch)
             self._scheduler.update(step, result, self._clock(), outputs)
@@ -176,10 +183,10 @@ class Engine:
 
     def _take_inbox(self, outputs: EngineOutputs) -> bool:
         """Runs all commands that are there, waiting for one if there is nothing else to do; False to stop."""
-        block = not self._scheduler.has_work
+        block = not self._scheduler.has_work or self._stalled
         while True:
             try:
-                command = self._inbox.get(block)
+                command = self._inbox.get(block, STALLED_WAIT_S if self._stalled else None)
             except queue.Empty:
                 return True
             if command is None:
@@ -213,11 +220,19 @@ class Engine:
                 if not message.resumes:
                     check_queue(self._scheduler.num_waiting, self._scheduler.num_waiting_tokens, request, self._limits)
             except RequestError as error:
-                self._send(client, refusal(message, error))
+                self._refuse(client, message, error)
+                continue
+            except Exception as error:  # a fault of ours in reading it: that request's end, not the engine's
+                log.exception("request could not be read", internal_id=message.internal_id, exc_info=error)
+                self._refuse(client, message, InternalError("the core could not read the request; its log says why"))
                 continue
             self._scheduler.add(request)
             state.sequences.update((sequence.slot, sequence) for sequence in request.sequences)
         self._progress.set_pending(self._scheduler.has_work)
+
+    def _refuse(self, client: ClientId, message: pb.EngineCoreRequest, error: RequestError) -> None:
+        for outputs in refusal(message, error):
+            self._send(client, outputs)
 
     def _abort(self, client: ClientId, slots: list[int], internal_ids: list[str], outputs: EngineOutputs) -> None:
         state = self._clients.get(client)

@@ -45,6 +45,9 @@ class FakeRunner:
             slots += positions % self._block_size
             if (batch.slot_mapping[start:end] != slots[batch.positions[start:end]]).any():
                 raise RuntimeError(f"sequence {seq}: slot mapping and block table disagree")
+            num_blocks = np.count_nonzero(batch.block_tables[seq])
+            if num_blocks * self._block_size < length or batch.block_tables[seq, num_blocks:].any():
+                raise RuntimeError(f"sequence {seq}: its block table is too short, or has holes")
             if any(slot not in self._written for slot in slots.tolist()):
                 raise RuntimeError(f"sequence {seq} reads KV that nobody wrote")
 
@@ -60,6 +63,8 @@ class FakeRunner:
         return _rows(sorted(rows), entries)
 
     def _prompt_logprobs(self, wanted: PromptLogprobRange) -> LogprobRows:
+        if not 0 <= wanted.num_logprobs <= self.vocab_size:
+            raise ValueError(f"num_logprobs must be between 0 and {self.vocab_size}; got {wanted.num_logprobs}")
         entries = [[target, *range(wanted.num_logprobs)] for target in wanted.target_ids.tolist()]
         return _rows(list(range(len(entries))), entries)
 

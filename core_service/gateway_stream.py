@@ -128,7 +128,8 @@ class GatewayStream:
             try:
                 whole = self._with_body(message)
             except RequestError as error:
-                self._offer_step(refusal(message, error))
+                for step in refusal(message, error):
+                    self._offer_step(step)
                 continue
             if whole is not message:
                 ids = _RequestIds(whole.external_id, whole.internal_id)

@@ -66,6 +66,8 @@ async def _in_daemon_thread(function: Callable[[], T]) -> T:
     """Unlike a pool's thread, one that the process need not wait for when it is told to stop while loading."""
     future: Future[T] = Future()
 
+    future.set_running_or_notify_cancel()
+
     def call() -> None:
         try:
             future.set_result(function())
@@ -114,7 +116,9 @@ async def _serve_loaded(
     await service.drain(config.server.drain_grace)
     service.end_streams(Unavailable("the core is going away", reason="DRAINING"))
     await service.wait_for_streams(_LAST_WRITES_S)
-    core.engine.stop()
+    if not await asyncio.to_thread(core.engine.stop):
+        log.error("a step has not ended; leaving it behind")
+        return 1
     log.info("stopped")
     return 0
 

@@ -82,6 +82,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Runs one step; new keys and values are in the cache afterwards."""
+        begun = batch.slot_mapping[batch.positions % self.block_size == 0] // self.block_size
+        if len(begun):
+            self._kv_cache.clear(torch.from_numpy(begun))
         hidden = self._model.forward(batch, self._kv_cache)
         prompt_logprobs = tuple(self._prompt_logprobs(hidden, wanted) for wanted in batch.prompt_logprobs)
         if not len(batch.sample_index):

@@ -1,6 +1,7 @@
 """Messages on their way from the engine's thread to one stream's writer: bounded, with one wake-up a burst."""
 
 import asyncio
+import threading
 from collections import deque
 
 from headrace.core_api.v1 import engine_core_pb2 as pb
@@ -18,6 +19,7 @@ class Outbox:
         self._ready = asyncio.Event()
         self._messages: deque[tuple[int, pb.ConnectResponse]] = deque()  # with their sizes
         self._bytes = 0
+        self._lock = threading.Lock()
         self._closed = False
         self.overflowed = asyncio.Event()
 
@@ -26,12 +28,15 @@ class Outbox:
         if self._closed:
             return
         size = message.ByteSize()
-        if self._bytes + size > self._max_bytes:
+        with self._lock:
+            fits = self._bytes + size <= self._max_bytes
+            if fits:
+                self._bytes += size
+                self._messages.append((size, message))
+        if not fits:
             self._wake(self.overflowed)
             self.close()
             return
-        self._bytes += size
-        self._messages.append((size, message))
         # Cleared by the loop only while there is nothing to take, so this may wake it once too often, never too seldom.
         if not self._ready.is_set():
             self._wake(self._ready)
@@ -53,8 +58,9 @@ class Outbox:
                     return None
         if not self._messages:
             return None
-        size, message = self._messages.popleft()
-        self._bytes -= size
+        with self._lock:
+            size, message = self._messages.popleft()
+            self._bytes -= size
         return message
 
     def _wake(self, event: asyncio.Event) -> None:

@@ -9,6 +9,7 @@ the prompt's blocks: the first one to run (the leader) computes the prompt, the 
     FOLLOWING ──leader has computed the prompt──▶ WAITING (holding the shared blocks)
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -48,6 +49,9 @@ class Request:
     cache_salt: str = ""
     serial: int = 0  # given by the scheduler in the order of adding
     sequences: list["Sequence"] = field(default_factory=list)
+    followers: deque["Sequence"] = field(default_factory=deque)  # wait for the leader's prompt; some may have ended
+    num_unfinished: int = 0
+    started: bool = False  # some sequence has been scheduled
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
     prompt_logprobs_sent: int = 1  # prompt positions whose log-probabilities are out; position 0 has none
 

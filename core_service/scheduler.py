@@ -62,6 +62,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._timers = RequestTimers()
         self._serial = 0
+        self._num_following = 0
 
     @property
     def num_running(self) -> int:
@@ -70,8 +71,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for one."""
-        return len(self._waiting)
+        """Sequences that wait for one, or for their leader."""
+        return len(self._waiting) + self._num_following
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -88,9 +89,12 @@ class Scheduler:
         self._serial += 1
         request.serial = self._serial
         leader, *followers = request.sequences
-        self._waiting.add(leader)
         for sequence in followers:
             sequence.state = SequenceState.FOLLOWING
+        request.followers.extend(followers)
+        request.num_unfinished = len(request.sequences)
+        self._num_following += len(followers)
+        self._waiting.add(leader)
         self._timers.add(request)
 
     def abort(self, sequence: Sequence, outputs: EngineOutputs, *, code: int | None = None, message: str = "") -> None:
@@ -138,7 +142,7 @@ class Scheduler:
             self._note_token_times(rows, now)
             self._end_finished(rows, tokens, outputs)
         for sequence in unpredictable:
-            self._finish(sequence, FinishReason.FINISH_REASON_ERROR, outputs, message=NOT_FINITE)
+            self._fail(sequence, outputs)
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached prefixes; returns the number of blocks forgotten."""
@@ -192,7 +196,8 @@ class Scheduler:
             sequence = self._waiting.first()
             row = self._place(sequence)
             if row is None:
-                if self._running.size or admitted or not self._release_one_hold(other_than=sequence):
+                # With nothing running and nothing held there is room for any sequence that was admitted.
+                if self._running.size or admitted or not (self._release_one_hold(sequence) or self._release(sequence)):
                     break
                 continue
             self._start(sequence, now)
@@ -224,7 +229,8 @@ class Scheduler:
         self._waiting.remove(sequence)
         sequence.held_blocks = []
         num_computed = len(cached) * self.blocks.block_size
-        if all(s.first_scheduled is None for s in request.sequences):
+        if not request.started:
+            request.started = True
             request.cached_tokens = min(num_computed, len(request.prompt))
             self.counters.prefix_query_tokens += len(request.prompt)
             self.counters.prefix_hit_tokens += request.cached_tokens
@@ -245,12 +251,13 @@ class Scheduler:
 
     def _release_one_hold(self, other_than: Sequence | None = None) -> bool:
         """Frees the shared blocks of the last waiting fork that has any; True if there was one."""
-        for sequence in reversed(list(self._waiting)):
-            if sequence.held_blocks and sequence is not other_than:
-                self.blocks.free(sequence.held_blocks)
-                sequence.held_blocks = []
-                return True
-        return False
+        return any(self._release(sequence) for sequence in reversed(self._waiting) if sequence is not other_than)
+
+    def _release(self, sequence: Sequence) -> bool:
+        """Frees what a waiting fork shares, so that it must compute the prompt again; True if it held anything."""
+        held, sequence.held_blocks = sequence.held_blocks, []
+        self.blocks.free(held)
+        return bool(held)
 
     # -- taking results in ---------------------------------------------------------------------------------------------
 
@@ -272,19 +279,26 @@ class Scheduler:
 
     def _release_followers(self, rows: Int32Array) -> None:
         """Forks the followers of each leader that has computed its prompt: they share the prompt's full blocks."""
-        for row in rows.tolist():
-            leader = self._table.sequence(row)
-            request = leader.request
-            if len(request.sequences) == 1 or self._table.num_computed[row] < len(request.prompt):
-                continue
-            for sequence in request.sequences:
-                if sequence.state is SequenceState.FOLLOWING:
-                    # The last prompt token is left out: it must be computed again to get its logits.
-                    shared = self._table.blocks_of(row)[: (len(request.prompt) - 1) // self.blocks.block_size]
-                    self.blocks.allocate(0, shared)
-                    sequence.held_blocks = shared
-                    sequence.state = SequenceState.WAITING
-                    self._waiting.add(sequence)
+        table = self._table
+        for row in rows[table.leads[rows] & (table.num_computed[rows] >= table.prompt_len[rows])].tolist():
+            table.leads[row] = False
+            request = table.sequence(row).request
+            # The last prompt token is left out: it must be computed again to get its logits.
+            shared = table.blocks_of(row)[: (len(request.prompt) - 1) // self.blocks.block_size]
+            while (sequence := self._next_follower(request)) is not None:
+                self.blocks.allocate(0, shared)
+                sequence.held_blocks = list(shared)
+                sequence.state = SequenceState.WAITING
+                self._waiting.add(sequence)
+
+    def _next_follower(self, request: Request) -> Sequence | None:
+        """Takes the next sequence that still follows; None if there is none."""
+        while request.followers:
+            sequence = request.followers.popleft()
+            if sequence.state is SequenceState.FOLLOWING:
+                self._num_following -= 1
+                return sequence
+        return None
 
     def _collect_prompt_logprobs(self, step: PlannedStep, result: StepResult, outputs: EngineOutputs) -> list[Sequence]:
         """Passes them on; returns the sequences of which the logits of some prompt token gave no probabilities."""
@@ -315,7 +329,7 @@ class Scheduler:
         for i in np.flatnonzero(is_eos | is_stop | too_long | (tokens < 0)).tolist():
             sequence = table.sequence(int(rows[i]))
             if tokens[i] < 0:
-                self._finish(sequence, FinishReason.FINISH_REASON_ERROR, outputs, message=NOT_FINITE)
+                self._fail(sequence, outputs)
             elif is_eos[i]:
                 self._finish(sequence, FinishReason.FINISH_REASON_STOP, outputs)
             elif is_stop[i]:
@@ -324,6 +338,13 @@ class Scheduler:
                 self._finish(sequence, FinishReason.FINISH_REASON_LENGTH, outputs)
 
     # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _fail(self, sequence: Sequence, outputs: EngineOutputs) -> None:
+        """The model gave no probabilities. Siblings without output would draw from the very same logits."""
+        no_output = sequence.row < 0 or not len(self._table.output_of(sequence.row)[:-1])
+        siblings = [s for s in sequence.request.sequences if s.first_token is None] if no_output else []
+        for one in [sequence, *siblings]:
+            self._finish(one, FinishReason.FINISH_REASON_ERROR, outputs, message=NOT_FINITE)
 
     def _finish(
         self,
@@ -338,14 +359,22 @@ class Scheduler:
         """The one place where sequences end: frees what it holds and records its one terminal row."""
         if sequence.state is SequenceState.FINISHED:
             return
-        if sequence.state is SequenceState.RUNNING:
+        request, was = sequence.request, sequence.state
+        if was is SequenceState.RUNNING:
             self._leave_table(sequence)
-        elif sequence.state is SequenceState.WAITING:
+        elif was is SequenceState.WAITING:
             self._waiting.remove(sequence)
-            self.blocks.free(sequence.held_blocks)
-            sequence.held_blocks = []
+            self._release(sequence)
+        else:
+            self._num_following -= 1
         sequence.state = SequenceState.FINISHED
-        self._promote_follower(sequence.request)
+        request.num_unfinished -= 1
+        if not request.num_unfinished:
+            self._timers.remove(request)
+        elif was is not SequenceState.FOLLOWING and (heir := self._next_follower(request)) is not None:
+            # It led and has not computed the prompt, or nobody would follow any more.
+            heir.state = SequenceState.WAITING
+            self._waiting.add(heir)
         outputs.finish(sequence, reason, stop_token_id=stop_token_id, code=code, message=message)
 
     def _leave_table(self, sequence: Sequence) -> None:
@@ -353,17 +382,6 @@ class Scheduler:
         self.blocks.free(self._table.blocks_of(row))
         self._table.remove(row)
         self._running = self._running[self._running != row]
-
-    def _promote_follower(self, request: Request) -> None:
-        """If the leader ended before it had computed the prompt, the next follower leads; if all ended, so do
-        timers."""
-        states = [sequence.state for sequence in request.sequences]
-        if all(state is SequenceState.FINISHED for state in states):
-            self._timers.remove(request)
-        elif all(state in (SequenceState.FINISHED, SequenceState.FOLLOWING) for state in states):
-            leader = request.sequences[states.index(SequenceState.FOLLOWING)]
-            leader.state = SequenceState.WAITING
-            self._waiting.add(leader)
 
 
 def _extra_key(request: Request) -> ExtraKey:

@@ -47,6 +47,7 @@ class SequenceTable:
         self.min_p: FloatArray = np.zeros(capacity, np.float32)
         self.seed: UInt64Array = np.zeros(capacity, np.uint64)
         self.num_logprobs: Int32Array = np.full(capacity, -1, np.int32)
+        self.leads: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # others wait for its prompt
         self.wants_prompt_logprobs: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
         self.logprob_ids: dict[int, Int32Array] = {}  # rows that asked for log-probabilities of given ids
         self.client: Int32Array = np.zeros(capacity, np.int32)
@@ -74,12 +75,14 @@ class SequenceTable:
         self.token_ids[row, :prompt_len] = request.prompt
         self.token_ids[row, prompt_len:num_tokens] = sequence.output
         self.block_table[row, : len(blocks)] = blocks
+        self.block_table[row, len(blocks) :] = 0  # not what a row before it had
         self.prompt_len[row] = prompt_len
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = num_computed
         self.num_blocks[row] = len(blocks)
         self.num_stored[row] = num_computed // self._block_size
         self.prefix_node[row] = prefix_node
+        self.leads[row] = bool(request.followers)
         self._set_sampling(row, sequence)
         return row
 
@@ -128,7 +131,7 @@ class SequenceTable:
         request = sequence.request
         params = request.params
         self.length_limit[row] = request.length_limit
-        self.min_output[row] = params.min_tokens
+        self.min_output[row] = min(params.min_tokens, request.length_limit)
         eos = request.eos_token_ids
         self.primary_eos[row] = eos[0] if eos else NO_TOKEN
         stops = tuple(dict.fromkeys((*eos[1:], *params.stop_token_ids)))

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
@@ -18,6 +18,7 @@ from headrace.core_service.gateway_stream import GatewayStream, StreamEnvironmen
 TOKENIZER_CHUNK_BYTES = 64 * 1024
 BLOB_CHUNK_BYTES = 256 * 1024
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+LAST_ROWS_S = 2.0  # for the step under way to end and its rows to be told
 _IDLE_POLL_S = 0.02
 
 log = structlog.get_logger(__name__)
@@ -67,8 +68,12 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
 
     async def wait_for_streams(self, timeout_s: float) -> None:
         """Returns when every stream has ended, or the time is over."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._streams and asyncio.get_running_loop().time() < deadline:
+        await self._wait_until(lambda: not self._streams, timeout_s)
+
+    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not condition() and loop.time() < deadline:
             await asyncio.sleep(_IDLE_POLL_S)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
@@ -139,11 +144,11 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
         log.info("draining", live_requests=live, grace_s=grace_s)
         for stream in self._streams:
             stream.drain(grace_s)
-        deadline = asyncio.get_running_loop().time() + grace_s
-        while (left := engine.num_live) and engine.alive and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(_IDLE_POLL_S)
+        await self._wait_until(lambda: not engine.num_live or not engine.alive, grace_s)
+        left = engine.num_live
         if left and engine.alive:
             engine.abort_all("the core is going away and its grace is over")
+            await self._wait_until(lambda: not engine.num_live or not engine.alive, LAST_ROWS_S)
         log.info("drained", finished=live - left, cut=left)
         return pb.DrainResponse(finished=max(live - left, 0), handed_over=left)
 

@@ -14,7 +14,8 @@ from headrace.core_service.engine_outputs import EngineOutputs, FinishedSequence
 from headrace.core_service.request import ClientId
 
 MAX_MESSAGE_BYTES = 256 * 1024
-# An entry is a log-probability (a varint id, a float, a varint rank) or a token (a varint slot, a varint id).
+# An entry is a log-probability (a varint id, a float, a varint rank), a token (a varint slot, a varint id), or a row of
+# log-probabilities (a varint slot, a varint position, a varint offset).
 _BYTES_PER_ENTRY = 14
 _MAX_ENTRIES = MAX_MESSAGE_BYTES // _BYTES_PER_ENTRY
 _MAX_FINISHED = 512
@@ -77,7 +78,7 @@ def _prompt_messages(outputs: EngineOutputs, client: ClientId, blobs: BlobStore)
     for prompt in outputs.prompt_logprobs:
         if prompt.sequence.request.client != client:
             continue
-        for start, end in _ranges(np.diff(prompt.rows.offsets)):
+        for start, end in _ranges(np.diff(prompt.rows.offsets) + 1):
             rows = np.arange(start, end, dtype=np.int32)
             message = pb.StepOutputs()
             slots = np.full(len(rows), prompt.sequence.slot, np.int32)

@@ -22,6 +22,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence in its place."""
         insort(self._sequences, sequence, key=_order)

@@ -26,6 +26,9 @@ _CODE_OF_REASON = {
     params_pb2.FINISH_REASON_ERROR: 13,  # INTERNAL
 }
 
+# CUMULATIVE output with log-probabilities is sent when it has grown by this part of its length.
+REPEAT_SHARE = 32
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
@@ -70,6 +73,7 @@ class Completion:
         self._parts: list[str] = []
         self._ids: list[int] = []  # from position _offset on
         self._rows: dict[int, LogprobRow] = {}  # from position _offset on
+        self._built: dict[int, pb.TokenLogprobs] = {}  # of those, the ones that were sent and may be sent again
         self._offset = 0
         self._released = 0  # positions below may be sent
         self._sent = 0  # positions below were sent
@@ -164,7 +168,15 @@ class Completion:
         if self.finished:
             return True
         fresh = self._released - self._sent
-        return fresh >= (self._options.min_new_tokens if self._first_sent else 1)
+        if not self._first_sent:
+            return fresh >= 1
+        return fresh >= max(self._options.min_new_tokens, self._enough_to_repeat_all())
+
+    def _enough_to_repeat_all(self) -> int:
+        """Where every message repeats all log-probabilities, they get rarer as the output grows, or they would cost
+        the square of its length and hold up the streams of others.
+        """
+        return self._sent // REPEAT_SHARE if self._options.keep_all and self._options.logprobs else 0
 
     def take(self) -> pb.CompletionOutput:
         """What is new (or, where all is kept, everything so far); it counts as sent."""
@@ -217,7 +229,13 @@ class Completion:
     def _add_logprobs(self, output: pb.CompletionOutput) -> None:
         tokenizer = self._options.tokenizer
         end = min(self._released, self._rows_end)
-        output.logprobs.extend(token_logprobs(self._rows[position], tokenizer) for position in range(self._offset, end))
+        for position in range(self._offset, end):
+            message = self._built.get(position)
+            if message is None:
+                message = token_logprobs(self._rows[position], tokenizer)
+                if self._options.keep_all:
+                    self._built[position] = message
+            output.logprobs.append(message)
         for position in range(self._summed, end):
             self._logprob_sum += self._rows[position].values[0]
         self._summed = max(end, self._summed)

@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from headrace.common.contract_version import CONTRACT_VERSION
-from headrace.common.errors import FailedPrecondition, RequestError, Unavailable
+from headrace.common.errors import FailedPrecondition, InternalError, RequestError, Unavailable
 from headrace.common.params_wire import seconds
 from headrace.common.rpc_status import from_rpc_error
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
@@ -36,6 +36,7 @@ LONGEST_RETRY_S = 0.4
 LONGEST_RETRY_AFTER_REFUSAL_S = 5.0
 # Beside a request that went by blob, its message holds only the internal id and the slots.
 MAX_INLINE_REQUEST_BYTES = MAX_CONNECT_MESSAGE_BYTES - 1024
+SLOT_BYTES = 4  # tag and varint; slots are written when the request is queued
 
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -134,7 +135,8 @@ class RemoteCore:
         while True:
             try:
                 await self._connect_and_serve()
-            except RequestError as error:
+            except Exception as fault:  # a fault of ours must cost this core's stream, not the whole gateway
+                error = fault if isinstance(fault, RequestError) else self._internal(fault)
                 served = self._stream is not None
                 self._stream = None
                 self._on_change()
@@ -146,6 +148,10 @@ class RemoteCore:
                 told = set() if served or len(told) > MAX_TOLD else {*told, error.message}
                 await asyncio.sleep(retry_delay(attempt, refused=isinstance(error, FailedPrecondition)))
 
+    def _internal(self, fault: Exception) -> RequestError:
+        log.exception("fault in the link to a core", core=self._address, exc_info=fault)
+        return InternalError("the gateway's link to the core failed; its log says why")
+
     async def close(self) -> None:
         """Closes both connections; `run` must have been cancelled."""
         await self._data_channel.close()
@@ -154,7 +160,7 @@ class RemoteCore:
     async def submit(self, request: core_pb.EngineCoreRequest, sinks: Sequence[CompletionSink]) -> "RemoteSubmission":
         """Sends a request, by blob if it is too long for the stream."""
         sent = request
-        if request.ByteSize() > MAX_INLINE_REQUEST_BYTES:
+        if request.ByteSize() + SLOT_BYTES * len(request.children) > MAX_INLINE_REQUEST_BYTES:
             sent = core_pb.EngineCoreRequest(
                 internal_id=request.internal_id,
                 children=[core_pb.Child(index=child.index) for child in request.children],

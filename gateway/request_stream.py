@@ -106,9 +106,18 @@ class RequestStream:
             self.fail(completion.error)
         elif completion.complete:
             self._complete.add(completion.index)
-        elif completion.unsent_entries * UNSENT_ENTRY_BYTES > self._max_unsent_bytes:
-            limit = self._max_unsent_bytes
-            self.fail(Overloaded(f"the client left more than {limit} bytes of output unread", reason="SLOW_READER"))
+        elif self._left_unread(completion) * UNSENT_ENTRY_BYTES > self._max_unsent_bytes:
+            self.fail(self._too_much_unread())
+
+    def _left_unread(self, completion: Completion) -> int:
+        prompt = self._prompt_logprobs.unsent_entries if self._prompt_logprobs is not None else 0
+        return prompt + completion.unsent_entries
+
+    def _too_much_unread(self) -> Overloaded:
+        limit = self._max_unsent_bytes
+        if self._request.output_kind == pb.OUTPUT_KIND_FINAL_ONLY:
+            return Overloaded(f"the output kept for the final message passed {limit} bytes", reason="OUTPUT_TOO_LARGE")
+        return Overloaded(f"the client left more than {limit} bytes of output unread", reason="SLOW_READER")
 
     def _take_messages(self, error: RequestError | None, over: bool) -> Iterator[pb.GenerateResponse]:
         if self._prompt_logprobs is not None:

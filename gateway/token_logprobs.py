@@ -33,6 +33,7 @@ class PromptLogprobs:
     """
 
     def __init__(self, num_tokens: int) -> None:
+        self.unsent_entries = 0  # candidates that were not taken yet
         self._num_tokens = num_tokens
         self._rows: dict[int, LogprobRow] = {0: LogprobRow((), (), ())}
         self._next = 0  # positions below were taken
@@ -46,6 +47,8 @@ class PromptLogprobs:
     def add(self, position: int, row: LogprobRow) -> None:
         """A row from the core; what was taken already is ignored."""
         if self._next <= position < self._num_tokens:
+            if position not in self._rows:
+                self.unsent_entries += len(row.token_ids)
             self._rows[position] = row
             while self._end in self._rows:
                 self._end += 1
@@ -56,6 +59,7 @@ class PromptLogprobs:
         size = 0
         while (row := self._rows.pop(self._next, None)) is not None:
             self._next += 1
+            self.unsent_entries -= len(row.token_ids)
             message = token_logprobs(row, tokenizer)
             message_size = message.ByteSize() + 8
             if slice_ and size + message_size > max_bytes:

@@ -4,6 +4,8 @@ import threading
 
 import pytest
 from google.rpc import code_pb2
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headrace.common.errors import EngineDeadError, Unavailable
 from headrace.common.params import ModelLimits
@@ -139,6 +141,12 @@ def test_a_bad_request_gets_a_terminal_row_and_its_neighbours_run(make_engine):
         ({"top_k": -5}, code_pb2.INVALID_ARGUMENT, "sampling.top_k"),
         ({"logprobs": 21}, code_pb2.INVALID_ARGUMENT, "sampling.logprobs"),
         ({"stop_token_ids": [5000]}, code_pb2.INVALID_ARGUMENT, "sampling.stop_token_ids"),
+        ({"stop_token_ids": list(range(300))}, code_pb2.INVALID_ARGUMENT, "at most 256 ids; got 300"),
+        (
+            {"children": [pb.Child(slot=0, index=3), pb.Child(slot=1, index=3)]},
+            code_pb2.INVALID_ARGUMENT,
+            "children: must have an index of its own each",
+        ),
         ({"presence_penalty": 1.0}, code_pb2.UNIMPLEMENTED, "sampling.presence_penalty"),
         ({"logit_bias": {1: 1.0}}, code_pb2.UNIMPLEMENTED, "sampling.logit_bias"),
     ],
@@ -199,6 +207,62 @@ def test_queue_limits_refuse_with_a_delay_but_let_resumed_requests_pass(make_eng
     assert refused == [2, 3]
     assert client.finished[3].retryable
     assert client.finished[3].HasField("retry_delay")
+
+
+def test_followers_count_as_waiting_and_too_many_children_are_refused_for_good(make_engine):
+    engine = make_engine(Gate(), max_num_seqs=1, max_waiting_requests=4)
+    engine._runner.open()
+    client = Client(engine)
+    four, five = ([pb.Child(slot=first + i, index=i) for i in range(n)] for first, n in ((0, 4), (10, 5)))
+    engine.add(client.id, [request(0, children=five, internal_id="five")])
+    client.wait(*range(10, 15))
+    assert client.finished[10].code == code_pb2.INVALID_ARGUMENT
+    assert "sampling.n: must be at most 4" in client.finished[10].message
+    gate = engine._runner = Gate()
+    engine.add(client.id, [request(0, children=four, internal_id="four"), request(20)])
+    gate.open()
+    client.wait(*range(4), 20)
+    assert client.finished[20].code == code_pb2.RESOURCE_EXHAUSTED
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_number_that_the_contract_can_carry_kills_the_engine(make_engine, data):
+    engine = make_engine()
+    client = Client(engine)
+    unsigned = st.sampled_from([0, 1, 2, 300, 2**31 - 1, 2**31, 2**32 - 1])
+    signed = st.sampled_from([-(2**31), -2, -1, 0, 1, 20, 2**31 - 1])
+    odd_float = st.sampled_from([0.0, 1.0, 1e30, -1e30, float("nan"), float("inf"), 1e-45])
+    sampling = SamplingParams()
+    for field in SamplingParams.DESCRIPTOR.fields:
+        if data.draw(st.booleans()):
+            continue
+        values = {
+            field.TYPE_UINT32: unsigned,
+            field.TYPE_INT32: signed,
+            field.TYPE_FLOAT: odd_float,
+            field.TYPE_UINT64: st.integers(0, 2**64 - 1),
+            field.TYPE_BOOL: st.booleans(),
+        }.get(field.type)
+        if values is not None and not field.is_repeated:
+            setattr(sampling, field.name, data.draw(values))
+        elif values is not None:
+            getattr(sampling, field.name).extend(data.draw(st.lists(values, max_size=3)))
+    message = pb.EngineCoreRequest(
+        internal_id="r",
+        prompt_token_ids=data.draw(st.lists(unsigned, max_size=3)),
+        eos_token_ids=data.draw(st.lists(unsigned, max_size=2)),
+        sampling=sampling,
+        children=[pb.Child(slot=0, index=data.draw(unsigned), seed=2**64 - 1)],
+        priority=data.draw(signed),
+        resumes=data.draw(unsigned),
+    )
+    message.age.seconds = data.draw(st.sampled_from([0, -5, 315_576_000_000]))
+    if data.draw(st.booleans()):
+        message.timeout.seconds = data.draw(st.sampled_from([0, 1, 315_576_000_000]))
+    engine.add(client.id, [message])
+    client.wait(0)
+    assert engine.alive
 
 
 def test_draining_refuses_what_is_new_and_finishes_what_runs(make_engine):

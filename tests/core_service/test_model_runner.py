@@ -155,6 +155,21 @@ def test_a_mixed_batch_gives_each_sequence_its_own_tokens(runner: ModelRunner) -
         assert conversation.token_ids[len(prompt) :][:6] == expected
 
 
+def test_what_a_failed_request_left_in_its_blocks_reaches_nobody(runner: ModelRunner) -> None:
+    prompt = random_prompt(5, 4)
+    clean = generate_alone(runner, prompt, 6)
+    for keys, values in runner._kv_cache.layers:
+        keys[1:].fill_(float("nan"))
+        values[1:].fill_(float("nan"))
+    poisoned = Conversation(list(prompt), 1)
+    # As the scheduler's table has it: blocks that the sequence holds, then the null block.
+    poisoned.blocks[3:] = 0
+    step(runner, [(poisoned, len(prompt))])
+    for _ in range(5):
+        step(runner, [(poisoned, 1)])
+    assert poisoned.token_ids[len(prompt) :] == clean
+
+
 def test_nothing_is_drawn_in_mid_prompt(runner: ModelRunner) -> None:
     result = step(runner, [(Conversation(random_prompt(9, 1), 1), 4)])
     assert result.token_ids.dtype == np.int32

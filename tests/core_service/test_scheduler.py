@@ -229,6 +229,44 @@ def test_children_share_the_prompts_blocks_and_compute_it_once(make_harness):
     harness.assert_idle()
 
 
+def test_a_fork_whose_prefix_is_cached_elsewhere_too_still_runs(make_harness):
+    """What it holds and what the cache would give it must not take room side by side for ever."""
+    harness = make_harness(num_blocks=5, max_num_seqs=1)
+    prompt = list(range(33))
+    request = harness.request(prompt, n=2, max_tokens=2)
+    harness.step()
+    harness.scheduler.reset_prefix_cache()
+    while request.sequences[0] not in harness.finished:
+        harness.step()
+    harness.request(prompt[:32], max_tokens=1, priority=-1)
+    harness.run()
+    assert harness.tokens[request.sequences[1]] == [33, 34]
+    harness.assert_idle()
+
+
+def test_logits_without_probabilities_end_the_whole_request_while_it_has_no_output(make_harness):
+    harness = make_harness()
+    request = harness.request([1, 2, 3], n=4)
+    execute = harness.runner.execute
+
+    def fail(batch):
+        result = execute(batch)
+        result.token_ids[:] = -1
+        return result
+
+    harness.runner.execute = fail
+    harness.step()
+    assert {harness.finished[s].reason for s in request.sequences} == {FinishReason.FINISH_REASON_ERROR}
+    harness.assert_idle()
+
+
+def test_min_tokens_beyond_the_context_ends_as_length(make_harness):
+    harness = make_harness(max_model_len=10)
+    sequence = only(harness.request([1] * 7, max_tokens=4_000_000_000, min_tokens=3_000_000_000))
+    harness.run()
+    assert harness.finished[sequence].reason == LENGTH
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_children_go_on_when_their_leader_is_aborted_in_mid_prompt(make_harness, caching):
     harness = make_harness(budget=16, caching=caching)

@@ -8,6 +8,7 @@ import pytest
 import structlog
 
 from headrace.common.contract_version import CONTRACT_VERSION
+from headrace.common.errors import Unavailable
 from headrace.common.grpc_server import bind, create_server
 from headrace.common.params import ModelLimits
 from headrace.common.tokenizer_files import TokenizerFiles
@@ -246,6 +247,8 @@ async def test_drain_tells_gateways_finishes_what_runs_and_cuts_the_rest_at_the_
             kinds.append(message.WhichOneof("message"))
             finished.update({record.slot: record for record in message.step.finished})
     answer = await drained
+    # The drained core ends its streams at once, and yet no terminal row is lost.
+    core.service.end_streams(Unavailable("gone"))
     assert "draining" in kinds
     assert finished[0].reason == FinishReason.FINISH_REASON_LENGTH
     assert finished[1].reason == FinishReason.FINISH_REASON_ABORT
@@ -327,6 +330,15 @@ async def test_bad_blobs_are_refused_and_take_no_room(make_core, pieces, code):
     assert core.blobs.num_bytes == 0
     with core.blobs.room_for(4 << 20):
         pass
+
+
+async def test_equal_blobs_are_read_once_for_each_time_that_they_were_put(make_core):
+    core = await make_core()
+    assert core.blobs.put(b"same") == core.blobs.put(b"same")
+    digest = core.blobs.put(b"same")
+    for _ in range(3):
+        assert [piece.data async for piece in core.stub.GetBlob(pb.GetBlobRequest(digest=digest))] == [b"same"]
+    assert core.blobs.num_bytes == 0
 
 
 async def test_a_blob_is_read_once(make_core):

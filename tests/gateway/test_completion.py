@@ -44,6 +44,18 @@ def drain(completion: Completion) -> list[pb.CompletionOutput]:
     return [completion.take()] if completion.has_news() else []
 
 
+def test_repeating_all_logprobs_costs_no_square_of_the_length() -> None:
+    completion, _ = make_completion(logprobs=True, keep_all=True)
+    candidates = 0
+    for position in range(4000):
+        completion.on_logprobs(position, row(97))
+        completion.on_tokens([97])
+        candidates += sum(len(output.logprobs) for output in drain(completion))
+    completion.on_finished(LENGTH)
+    assert [len(output.logprobs) for output in drain(completion)] == [4000]
+    assert candidates < 4000 * 64
+
+
 @given(
     st.lists(st.tuples(st.binary(max_size=4), st.booleans()), max_size=12),
     st.sampled_from([(), ("b",), ("ab", "ca"), ("€",)]),

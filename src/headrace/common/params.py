@@ -1,7 +1,7 @@
 """What a request asks for, and the rules that it must keep.
 
-Names, defaults and rules follow vLLM's `SamplingParams`, so that code written for it reads the same here. The same rules
-run in the gateway (which answers the client) and again in the core (which trusts nobody).
+Names, defaults and rules follow vLLM's `SamplingParams`, so that code written for it reads the same here. The same
+rules run in the gateway (which answers the client) and again in the core (which trusts nobody).
 `headrace.common.params_wire` converts to and from the contract's messages.
 """
 
@@ -14,6 +14,8 @@ DEFAULT_MAX_TOKENS = 16
 MAX_N = 16_384
 MAX_BAD_WORDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOP_TOKEN_IDS = 256
+MAX_TIME_LIMIT_S = 1e9
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 
@@ -139,8 +141,8 @@ class SamplingParams:
                     f"must be between 0 and {limits.max_logprobs}, or -1 for the whole vocabulary "
                     f"({limits.vocab_size}) where that many are allowed; got {count}",
                 )
-        if self.time_limit_s is not None and not (math.isfinite(self.time_limit_s) and self.time_limit_s > 0):
-            found.add("sampling.time_limit", f"must be above 0 s; got {self.time_limit_s} s")
+        if self.time_limit_s is not None:
+            found.number("sampling.time_limit", self.time_limit_s, 0, MAX_TIME_LIMIT_S, above_low=True)
         if (rule := self.repetition_detection) is not None:
             if rule.min_pattern_size < 1 or rule.max_pattern_size < rule.min_pattern_size:
                 found.add(
@@ -152,13 +154,13 @@ class SamplingParams:
                 found.add("sampling.repetition_detection.min_count", f"must be at least 2; got {rule.min_count}")
 
     def _check_token_ids(self, found: "_Violations", limits: ModelLimits) -> None:
-        found.token_ids("sampling.stop_token_ids", self.stop_token_ids, limits.vocab_size)
-        found.token_ids("sampling.logprob_token_ids", self.logprob_token_ids, limits.vocab_size)
-        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
-            found.add(
-                "sampling.logprob_token_ids",
-                f"at most {MAX_LOGPROB_TOKEN_IDS} ids; got {len(self.logprob_token_ids)}",
-            )
+        for name, ids, most in (
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS),
+        ):
+            found.token_ids(f"sampling.{name}", ids, limits.vocab_size)
+            if len(ids) > most:
+                found.add(f"sampling.{name}", f"at most {most} ids; got {len(ids)}")
         if self.allowed_token_ids is not None:
             found.token_ids("sampling.allowed_token_ids", self.allowed_token_ids, limits.vocab_size)
         if self.logit_bias:

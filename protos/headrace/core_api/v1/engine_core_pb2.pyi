@@ -725,7 +725,9 @@ class StepOutputs(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___LogprobColumns:
-        """Prompt log-probabilities as they come, under the first child's slot; a resumed request may repeat positions."""
+        """Prompt log-probabilities as they come, under the slot of the child that computes the prompt: the first one, unless it ended
+        before; a resumed request may repeat positions.
+        """
 
     @_builtins.property
     def pooled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pooled]:

@@ -33,7 +33,7 @@ class _OutputKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OutputKind
     OUTPUT_KIND_DELTA: _OutputKind.ValueType  # 1
     """What is new since the last message."""
     OUTPUT_KIND_CUMULATIVE: _OutputKind.ValueType  # 2
-    """Everything so far."""
+    """Everything so far. With log-probabilities, messages get rarer as the output grows."""
     OUTPUT_KIND_FINAL_ONLY: _OutputKind.ValueType  # 3
     """One message at the end."""
 
@@ -45,7 +45,7 @@ OUTPUT_KIND_UNSPECIFIED: OutputKind.ValueType  # 0
 OUTPUT_KIND_DELTA: OutputKind.ValueType  # 1
 """What is new since the last message."""
 OUTPUT_KIND_CUMULATIVE: OutputKind.ValueType  # 2
-"""Everything so far."""
+"""Everything so far. With log-probabilities, messages get rarer as the output grows."""
 OUTPUT_KIND_FINAL_ONLY: OutputKind.ValueType  # 3
 """One message at the end."""
 Global___OutputKind: _TypeAlias = OutputKind  # noqa: Y015
