@@ -16,10 +16,10 @@ from headrace.core_service.batch import (
     StepResult,
 )
 from headrace.core_service.kv_cache import KVCache, num_blocks_for
-from headrace.core_service.logprobs import prompt_logprob_rows
 from headrace.core_service.models.registry import LoadedModel, load_model, resolve_dtype
 from headrace.core_service.models.spec import ModelSpec
-from headrace.core_service.sampler import Sampler
+from headrace.core_service.sampling.logprobs import prompt_logprob_rows
+from headrace.core_service.sampling.sampler import Sampler
 from headrace.kernels.paged_attention import BACKEND
 
 # Prompt log-probabilities need the whole vocabulary's logits for every row: this many bytes of them at once.

@@ -28,16 +28,10 @@ TORCH_USERS = tuple(
     for name in (
         "kv_cache",
         "loading",
-        "logprobs",
         "main",
         "model_runner",
         "models",
-        "philox",
-        "sampler",
-        "sampling_chunk",
-        "token_filters",
-        "token_order",
-        "token_weights",
+        "sampling",
         "weights",
     )
 )

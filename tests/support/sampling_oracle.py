@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.core_service.batch import SamplingColumns
-from headrace.core_service.sampler import Sampler
-from headrace.core_service.token_weights import LARGEST_WEIGHT, rates, weigh_few
+from headrace.core_service.sampling.sampler import Sampler
+from headrace.core_service.sampling.token_weights import LARGEST_WEIGHT, rates, weigh_few
 
 FloatRow = NDArray[np.float32]
 INF = float("inf")

@@ -4,7 +4,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.core_service.batch import LogprobRows, SamplingColumns
-from headrace.core_service.logprobs import prompt_logprob_rows, sample_logprob_rows
+from headrace.core_service.sampling.logprobs import prompt_logprob_rows, sample_logprob_rows
 
 
 def normal_logits(rows: int, vocab_size: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core_service.token_filters import Candidates, draw, draw_from_blocks, within_top_p
+from headrace.core_service.sampling.token_filters import Candidates, draw, draw_from_blocks, within_top_p
 
 
 def make_candidates(*rows: dict[int, float]) -> Candidates:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from headrace.core_service.token_order import (
+from headrace.core_service.sampling.token_order import (
     first_in_row,
     ids_of,
     order_keys,

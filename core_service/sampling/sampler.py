@@ -7,13 +7,13 @@ alone, in any batch and with any number of threads.
                            ->  / temperature  ->  min-p  ->  top-k  ->  top-p  ->  draw
 
 - min-p keeps tokens at least `min_p` times as likely as the most likely one.
-- top-k keeps the first k of all tokens in the order of `headrace.core_service.token_order`.
+- top-k keeps the first k of all tokens in the order of `headrace.core_service.sampling.token_order`.
 - top-p keeps the shortest run of most likely tokens, in the same order, with that share of what min-p and top-k left.
 
 A token is drawn by inverting the running sum of the kept weights, taken in order of token id, at one random number
-(`headrace.core_service.philox`). One number a row is enough, where the Gumbel trick needs one for each token; and since
-weights are whole numbers (`headrace.core_service.token_weights`), the running sum is exact, so neither threads nor
-blocks nor a kernel on another device can move a draw.
+(`headrace.core_service.sampling.philox`). One number a row is enough, where the Gumbel trick needs one for each
+token; and since weights are whole numbers (`headrace.core_service.sampling.token_weights`), the running sum is exact,
+so neither threads nor blocks nor a kernel on another device can move a draw.
 
 Each row pays only for what it asks: greedy rows neither exponentials nor a sort, rows without filters and with min-p no
 sort, top-k a look at the largest logit of each group of tokens, top-p a sort of the tokens that can matter.
@@ -29,12 +29,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core_service import token_filters, token_order, token_weights
 from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, LogprobRows, SamplingColumns
-from headrace.core_service.logprobs import sample_logprob_rows
-from headrace.core_service.philox import RandomStream, random_bits
-from headrace.core_service.sampling_chunk import SamplingBuffers, SamplingChunk, edited_rows
-from headrace.core_service.token_filters import Candidates
+from headrace.core_service.sampling import token_filters, token_order, token_weights
+from headrace.core_service.sampling.logprobs import sample_logprob_rows
+from headrace.core_service.sampling.philox import RandomStream, random_bits
+from headrace.core_service.sampling.sampling_chunk import SamplingBuffers, SamplingChunk, edited_rows
+from headrace.core_service.sampling.token_filters import Candidates
 
 NO_TOKEN = -1
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core_service.token_weights import LARGEST_WEIGHT, rates, weigh_, weigh_few
+from headrace.core_service.sampling.token_weights import LARGEST_WEIGHT, rates, weigh_, weigh_few
 
 
 def weights_of(logits: np.ndarray, temperature: float) -> np.ndarray:

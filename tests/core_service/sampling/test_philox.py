@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core_service.philox import RandomStream, philox_4x32_10, random_bits, uniform_below
+from headrace.core_service.sampling.philox import RandomStream, philox_4x32_10, random_bits, uniform_below
 
 # From Random123's `kat_vectors`: counter, key, output.
 KNOWN_ANSWERS = [

@@ -1,9 +1,9 @@
 """Log-probabilities and ranks of chosen, most likely and asked-for tokens.
 
 Values are natural logarithms of the softmax of the model's raw logits in float32. Ranks follow the order of
-`headrace.core_service.token_order`, so that the k most likely tokens have ranks 1 to k even where logits are equal, and
-a token has the same rank wherever in a row's list it stands. Rows are worked on a few at a time: memory stays bounded
-however long a prompt is.
+`headrace.core_service.sampling.token_order`, so that the k most likely tokens have ranks 1 to k even where logits are
+equal, and a token has the same rank wherever in a row's list it stands. Rows are worked on a few at a time: memory
+stays bounded however long a prompt is.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.core_service import token_order
 from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, LogprobRows, SamplingColumns
+from headrace.core_service.sampling import token_order
 
 _CHUNK_ENTRIES = 2**19  # rows x vocabulary
 

@@ -13,8 +13,8 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from sampling_oracle import INF, FloatRow, RowParams, make_columns, normal_logits, oracle_token, sample
 
-from headrace.core_service.sampler import NO_TOKEN, Sampler
-from headrace.core_service.token_weights import MAX_VOCAB_SIZE
+from headrace.core_service.sampling.sampler import NO_TOKEN, Sampler
+from headrace.core_service.sampling.token_weights import MAX_VOCAB_SIZE
 
 # --- The law ---
 

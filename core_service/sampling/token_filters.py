@@ -2,7 +2,7 @@
 
 A chunk's candidates lie side by side, sorted by (row, token id); every row has at least one. Filters give masks over
 them; nothing is renormalized, since weights are relative to each other anyway. All sums are of whole numbers (see
-`headrace.core_service.token_weights`), so a row's outcome does not depend on the other rows of the chunk.
+`headrace.core_service.sampling.token_weights`), so a row's outcome does not depend on the other rows of the chunk.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core_service import token_order
 from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, UInt64Array
-from headrace.core_service.philox import uniform_below
+from headrace.core_service.sampling import token_order
+from headrace.core_service.sampling.philox import uniform_below
 
 BoolArray = NDArray[np.bool_]
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core_service import token_order, token_weights
 from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, SamplingColumns, UInt64Array
+from headrace.core_service.sampling import token_order, token_weights
 
 _BLOCK_SIZE = 128
 _CHUNK_ENTRIES = 2**19
