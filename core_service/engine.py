@@ -174,6 +174,7 @@ class Engine:
         step = self._scheduler.schedule(now, outputs)
         self._stalled = step is None and self._scheduler.has_work
         if step is not None:
+            self._progress.step_started(step.batch.num_tokens)
             result = self._runner.execute(step.batch)
             self._scheduler.update(step, result, self._clock(), outputs)
             self._progress.step_finished()

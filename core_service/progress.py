@@ -5,6 +5,9 @@ from collections.abc import Callable
 
 STALL_FLOOR_S = 5.0
 STALL_FACTOR = 4.0
+# A step may take this long for each token before it counts as hung, since the first long prompt has no slower step before
+# it to compare with: 20 s for 2,048 tokens, which a busy laptop needs.
+STALL_S_PER_TOKEN = 0.01
 _RECENT_STEPS = 64
 
 
@@ -16,6 +19,7 @@ class ProgressWatch:
         self._pending_since: float | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._slowest = 0.0
+        self._tokens = 0  # of the step under way
 
     def set_pending(self, pending: bool) -> None:
         """Says whether there is work now."""
@@ -23,6 +27,10 @@ class ProgressWatch:
             self._pending_since = None
         elif self._pending_since is None:
             self._pending_since = self._clock()
+
+    def step_started(self, num_tokens: int) -> None:
+        """A step with so many tokens begins."""
+        self._tokens = num_tokens
 
     def step_finished(self) -> None:
         """A step ended: what is pending now has waited since this moment."""
@@ -40,6 +48,9 @@ class ProgressWatch:
 
     @property
     def healthy(self) -> bool:
-        """False once nothing has finished for 5 s, or for four times the slowest recent step if that is longer."""
+        """False once nothing has finished for 5 s, four times the slowest recent step, or 10 ms a token of this step,
+        whichever is longest.
+        """
         pending = self.oldest_pending_s
-        return pending is None or pending < max(STALL_FLOOR_S, STALL_FACTOR * self._slowest)
+        allowed = max(STALL_FLOOR_S, STALL_FACTOR * self._slowest, STALL_S_PER_TOKEN * self._tokens)
+        return pending is None or pending < allowed
