@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 STALL_FLOOR_S = 5.0
 STALL_FACTOR = 4.0
-# A step may take this long for each token before it counts as hung, since the first long prompt has no slower step before
-# it to compare with: 20 s for 2,048 tokens, which a busy laptop needs.
+# A step may take this long for each token before it counts as hung, since the first long prompt has no slower step
+# before it to compare with: 20 s for 2,048 tokens, which a busy laptop needs.
 STALL_S_PER_TOKEN = 0.01
 _RECENT_STEPS = 64
 
