@@ -6,6 +6,7 @@ usage: .venv/bin/python examples/generate.py ["a question"] [HOST:PORT]
 import sys
 
 from headrace.client import Client, chat_prompt
+from headrace.common.errors import RequestError
 from headrace.common.v1.params_pb2 import SamplingParams
 from headrace.gateway_api.v1.generation_pb2 import GenerateRequest
 
@@ -14,7 +15,7 @@ def main(question: str = "What is the capital of France?", server: str = "127.0.
     """Prints the text as it arrives, then the token counts."""
     request = GenerateRequest(
         prompt=chat_prompt([("user", question)]),
-        sampling=SamplingParams(temperature=0.7, seed=7, max_tokens=100),
+        sampling=SamplingParams(temperature=0, max_tokens=100),
     )
     with Client(server) as client:
         for message in client.generate(request):
@@ -24,4 +25,7 @@ def main(question: str = "What is the capital of France?", server: str = "127.0.
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except RequestError as error:
+        sys.exit(f"generate.py: {error.message}")

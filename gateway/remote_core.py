@@ -140,8 +140,12 @@ class RemoteCore:
                 served = self._stream is not None
                 self._stream = None
                 self._on_change()
-                if served or error.message not in told:
-                    log.warning("core lost" if served else "core not reached", core=self._address, reason=error.message)
+                if served:
+                    log.warning("core lost", core=self._address, reason=error.message)
+                elif error.message not in told:
+                    # A core that is not there yet is how every start looks; one that refuses is somebody's mistake.
+                    level = log.info if isinstance(error, Unavailable) else log.warning
+                    level("waiting for the core", core=self._address, reason=error.message)
                 if isinstance(error, Unavailable) and not served:
                     await self._prepare(self)
                 attempt = 0 if served else attempt + 1

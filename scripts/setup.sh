@@ -14,7 +14,8 @@ command -v "$python" >/dev/null || fail "$python is not installed; headrace need
   fail "$("$python" --version) is too old; headrace needs Python 3.11 or newer (name another one with PYTHON=...)"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python has no venv module (on Debian: apt-get install python3-venv)"
 
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# pip comes last into a new environment: one that was interrupted has a python, but no pip, and is made anew.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 install=("${pip[@]}" install --quiet --constraint constraints.txt)
 

@@ -206,7 +206,7 @@ def test_a_gateway_whose_core_is_out_of_reach_lives_and_says_so(start_process):
 
     assert gateway.stop() == 0
     lines = [json.loads(line) for line in gateway.log.read_text().splitlines()]
-    lost = [line for line in lines if line["event"] == "core not reached"]
+    lost = [line for line in lines if line["event"] == "waiting for the core"]
     assert len(lost) == 1  # one for each new reason, not one for each attempt
     assert "Traceback" not in gateway.log.read_text()
 
