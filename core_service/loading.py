@@ -29,6 +29,7 @@ from headrace.core_service.version import CORE_VERSION
 # Names of what this core does beyond the first release's contract.
 FEATURES: tuple[str, ...] = ()
 MAX_BLOB_BYTES = 512 << 20
+SPIN_COUNT = "1000"
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +57,9 @@ def find_model(config: CoreConfig) -> tuple[ModelFiles, TokenizerFiles]:
 
 def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) -> LoadedCore:
     """Loads and warms up; takes seconds. Raises StartupError with one clear line if anything is wrong."""
+    # Read by torch's OpenMP runtime when it is loaded. By default its threads spin for milliseconds at the end of every
+    # operation, and a process that competes for a core then slows each one down to a time slice (docs/log.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # torch takes seconds to import: not before the configuration is known to be good.
     import torch
 

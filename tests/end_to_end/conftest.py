@@ -84,18 +84,6 @@ class RunningPair:
         return self.gateway.address
 
 
-@pytest.fixture(scope="session", autouse=True)
-def patient_threads():
-    """The core's threads sleep while they wait for each other.
-
-    By default they spin, which is faster on a machine of one's own; beside any other busy process a step then takes
-    many times longer.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        yield
-
-
 @pytest.fixture(scope="session")
 def start_process(tmp_path_factory):
     """Starts a service and stops it at the end of the session, if the test has not."""
