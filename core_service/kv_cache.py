@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from headrace.common.errors import StartupError
+from headrace.common.quantities import format_size
 from headrace.core_service.models.spec import ModelSpec
 
 # The null block and at least one to use.
@@ -47,13 +48,17 @@ def num_blocks_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, memory_
     """
     free = free_memory_bytes()
     if memory_bytes > free:
-        raise StartupError(f"KV cache memory is {memory_bytes} bytes, but only {free} bytes of memory are free")
+        raise StartupError(
+            f"KV cache memory is {format_size(memory_bytes)}, but only {format_size(free)} of memory is free; "
+            "choose less with --kv-cache-memory"
+        )
     per_block = kv_bytes_per_block(spec, block_size, dtype)
     num_blocks = memory_bytes // per_block
     if num_blocks < SMALLEST_NUM_BLOCKS:
         raise StartupError(
-            f"KV cache memory is {memory_bytes} bytes, but {SMALLEST_NUM_BLOCKS} blocks of {block_size} tokens "
-            f"take {SMALLEST_NUM_BLOCKS * per_block}"
+            f"KV cache memory is {format_size(memory_bytes)} ({memory_bytes} bytes), but {SMALLEST_NUM_BLOCKS} blocks "
+            f"of {block_size} tokens take {format_size(SMALLEST_NUM_BLOCKS * per_block)} "
+            f"({SMALLEST_NUM_BLOCKS * per_block} bytes)"
         )
     return num_blocks
 

@@ -70,7 +70,8 @@ class FakeGateway(generation_pb2_grpc.GenerationServiceServicer, models_pb2_grpc
             if ids[-1:] == [666]:
                 _abort(context, InvalidRequest([Violation("prompt", "broke in mid-stream")]))
             if ids[-1:] == [777]:
-                context.add_callback(self.cancelled.set)
+                if not context.add_callback(self.cancelled.set):  # the call was over before
+                    self.cancelled.set()
                 self.stall.wait(30)
 
     def _news(self, request, index, ids, first, end, last):

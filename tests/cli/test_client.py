@@ -1,10 +1,14 @@
 """headrace.client, against the fake gateway."""
 
+from concurrent import futures
+
+import grpc
 import pytest
 
-from headrace.client import AsyncClient, Client, chat_prompt, text_prompt, token_prompt
-from headrace.common.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
+from headrace.client import AsyncClient, Client, _request_error, chat_prompt, text_prompt, token_prompt
+from headrace.common.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable, Unimplemented
 from headrace.gateway_api.v1 import generation_pb2 as pb
+from headrace.gateway_api.v1 import generation_pb2_grpc
 
 
 def test_sync_calls_return_what_the_server_says(gateway):
@@ -62,17 +66,48 @@ async def test_closing_the_async_generator_cancels_the_call(gateway):
 
 
 def test_a_deadline_ends_the_call(gateway):
-    with Client(gateway.address) as client, pytest.raises(DeadlineExceeded):
+    with Client(gateway.address) as client, pytest.raises(DeadlineExceeded, match=r"^the deadline of 200 ms passed$"):
         list(client.generate(pb.GenerateRequest(prompt=token_prompt([777])), deadline_s=0.2))
 
 
 def test_an_absent_server_is_unavailable():
     from headrace.common.addresses import free_port
 
-    with Client(f"127.0.0.1:{free_port('127.0.0.1')}") as client, pytest.raises(Unavailable):
+    with (
+        Client(f"127.0.0.1:{free_port('127.0.0.1')}") as client,
+        pytest.raises(Unavailable, match=": connection refused; is a"),
+    ):
         client.get_model()
 
 
 def test_an_address_that_is_none_is_refused_at_once():
     with pytest.raises(ValueError, match="must be host:port"):
         Client("localhost")
+
+
+async def test_a_server_without_our_services_is_no_gateway():
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    said = f"^{address} is not a headrace gateway"
+    with Client(address) as client, pytest.raises(Unimplemented, match=said):
+        client.get_model()
+    async with AsyncClient(address) as async_client:
+        with pytest.raises(Unimplemented, match=said):
+            await async_client.get_model()
+    server.stop(0).wait()
+
+
+def test_what_the_server_itself_does_not_implement_is_said_in_its_words(gateway):
+    with grpc.insecure_channel(gateway.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        generation_pb2_grpc.GenerationServiceStub(channel).Embed(pb.EmbedRequest())
+    error = _request_error(caught.value, gateway.address, None)  # type: ignore[arg-type]  # has the same methods
+    assert error.message == "the fake model generates only"
+
+
+def test_a_request_that_is_too_large_names_the_limit(gateway):
+    with Client(gateway.address) as client:  # the fake has gRPC's own limit of 4 MiB
+        with pytest.raises(Overloaded, match=r"the server takes at most 4194304 bytes .*--max-message-bytes"):
+            client.tokenize(text_prompt("a" * (5 << 20)))
+        with pytest.raises(Overloaded, match=f"this client sends at most {64 << 20} bytes"):
+            client.tokenize(text_prompt("a" * (65 << 20)))

@@ -138,3 +138,39 @@ def test_doctor_fails_when_something_needed_is_missing(capsys, monkeypatch):
     monkeypatch.setattr("headrace.cli.doctor.importlib.metadata.version", version)
     assert main(["doctor"]) == 1
     assert "missing: protobuf" in capsys.readouterr().out
+
+
+def test_health_of_an_unknown_service_names_it_and_the_server(gateway, capsys):
+    main(["health", "--server", gateway.address, "--service", "nosuch"])
+    assert capsys.readouterr().out == f"NOT_FOUND {gateway.address}: it has no service nosuch\n"
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "--text", "a"], ["bench", "serve"]])
+def test_an_absent_server_is_told_in_one_line_even_without_input(capsys, monkeypatch, command):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    server = f"127.0.0.1:{free_port('127.0.0.1')}"
+    assert main([*command, "--server", server]) == 1
+    assert capsys.readouterr().err == (
+        f"headrace {command[0]}: cannot reach {server}: connection refused; is a gateway running there? "
+        "(`headrace up --model demo` starts one)\n"
+    )
+
+
+def test_chat_answers_unknown_commands_itself_but_not_sentences_that_begin_with_a_slash(gateway, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n/usr/bin is what?\n"))
+    assert main(["chat", "--server", gateway.address]) == 0
+    assert capsys.readouterr().err == "/exit ends; unknown command /quit\n"
+    assert [message.content for message in gateway.requests[0].prompt.chat.messages] == ["/usr/bin is what?"]
+
+
+def test_chat_has_no_flags_that_change_nothing(capsys):
+    for flag in ("--n", "--logprobs", "--prompt-logprobs"):
+        with pytest.raises(SystemExit):
+            main(["chat", flag, "1"])
+
+
+def test_a_variable_with_a_typing_error_is_a_warning_and_no_failure(gateway, capsys, monkeypatch):
+    monkeypatch.setenv("HEADRACE_SERVR", "x:1")
+    assert main(["tokenize", "--server", gateway.address, "--text", "a"]) == 0
+    said = capsys.readouterr().err
+    assert said == "headrace tokenize: unknown variable HEADRACE_SERVR (did you mean HEADRACE_SERVER?)\n"

@@ -187,6 +187,12 @@ def test_a_bad_chat_file_is_an_invalid_argument(gateway, capsys, tmp_path, conte
     assert (error["code"], error["violations"][0]["field"]) == ("INVALID_ARGUMENT", "prompt.chat")
 
 
+def test_a_bad_chat_on_standard_input_says_what_is_wrong(gateway, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"messages": 3}'))
+    assert generate(gateway, "--chat-json", "-") == 1
+    assert "standard input: messages must be a list; got 3" in capsys.readouterr().err
+
+
 def test_text_comes_from_a_file_or_from_standard_input(gateway, capsys, tmp_path, monkeypatch):
     (tmp_path / "prompt").write_text("a b c d")
     generate(gateway, "--text-file", str(tmp_path / "prompt"))

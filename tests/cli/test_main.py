@@ -83,7 +83,36 @@ def test_up_with_a_taken_port_says_so_in_one_line_and_starts_nothing(flag):
         ended = run("up", "--model", "demo", "--port", "0", "--core-port", "0", flag, str(port))
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
-    assert f"port {port} on 127.0.0.1 is taken" in ended.stderr
+    assert f"port {port} on 127.0.0.1 is taken; choose another with {flag}, 0 is any free one" in ended.stderr
+
+
+@pytest.mark.parametrize("words", [("core", "--model", "demo"), ("gateway", "--core", "127.0.0.1:9")])
+def test_a_service_with_a_taken_port_says_how_to_choose_another(words):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ended = run(*words, "--port", str(taken.getsockname()[1]))
+    assert ended.returncode == 1
+    assert "is taken; choose another with --port, 0 is any free one" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "said"),
+    [
+        (["generate", "--modle", "demo"], "headrace generate", "unknown flag --modle (did you mean --model?)"),
+        (["bench", "serve", "--requets=3"], "headrace bench serve", "--requets (did you mean --requests?)"),
+        (["chat", "--qqqq"], "headrace chat", "unknown flag --qqqq\n"),
+        (["tokenize", "hello", "--text", "a"], "headrace tokenize", "unexpected: hello"),
+        (["health", "-x"], "headrace health", "unexpected: -x"),
+    ],
+)
+def test_unknown_words_are_answered_with_the_usage_of_the_subcommand(words, usage, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: {usage} ")
+    assert said in shown
 
 
 def test_up_with_both_on_one_port_is_refused():

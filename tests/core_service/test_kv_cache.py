@@ -38,14 +38,14 @@ def test_blocks_fill_the_memory_and_no_more() -> None:
 
 def test_too_little_memory_is_refused_with_the_true_numbers() -> None:
     per_block = kv_bytes_per_block(SPEC, 4, torch.float32)
-    with pytest.raises(StartupError, match=f"is {2 * per_block - 1} bytes.* take {2 * per_block}"):
+    with pytest.raises(StartupError, match=rf"\({2 * per_block - 1} bytes\).* \({2 * per_block} bytes\)"):
         num_blocks_for(SPEC, 4, torch.float32, 2 * per_block - 1)
 
 
 def test_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "free_memory_bytes", lambda: 1000)
-    with pytest.raises(StartupError, match="is 1001 bytes, but only 1000 bytes of memory are free"):
-        num_blocks_for(SPEC, 4, torch.float32, 1001)
+    monkeypatch.setattr(kv_cache, "free_memory_bytes", lambda: 3 << 29)
+    with pytest.raises(StartupError, match=r"is 3 GiB, but only 1\.5 GiB of memory is free"):
+        num_blocks_for(SPEC, 4, torch.float32, 3 << 30)
 
 
 def test_free_memory_is_known() -> None:

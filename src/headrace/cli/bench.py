@@ -16,6 +16,8 @@ from headrace.common.errors import RequestError
 from headrace.common.v1 import params_pb2
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
+_DESCRIPTION = "measure the speed of a running gateway as its clients see it"
+
 
 @dataclass(slots=True)
 class _Results:
@@ -30,7 +32,7 @@ class _Results:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the kinds of benchmark and their flags."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    serve = kinds.add_parser("serve", help="many requests at once", description=__doc__)
+    serve = kinds.add_parser("serve", help="many requests at once", description=_DESCRIPTION, allow_abbrev=False)
     add_server_argument(serve)
     for flag, default, text in (
         ("--concurrency", 8, "requests at once"),
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         serve.add_argument(flag, type=_positive, default=default, metavar="N", help=f"{text} [default {default}]")
     serve.add_argument("--model", default="", help="served model; not needed where there is only one")
-    serve.add_argument("--seed", type=int, metavar="N", help="for the same prompts again [default: always new ones]")
+    serve.add_argument("--seed", type=int, metavar="N", help="repeat the prompts of an earlier run [default: new ones]")
     serve.add_argument("--json", action="store_true", help="print one JSON object")
 
 

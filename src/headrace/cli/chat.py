@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -13,25 +14,34 @@ from headrace.common.errors import InvalidRequest, RequestError, Violation
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
 _DEFAULT_MAX_TOKENS = 512
+_SHOWN_NOWHERE = ("n", "logprobs", "prompt_logprobs")  # fields that change nothing in what a conversation prints
+_COMMAND = re.compile(r"/\w*")  # a path or a sentence that begins with a slash is a question
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds server and sampling flags."""
     add_server_argument(parser)
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, max_tokens=_DEFAULT_MAX_TOKENS, skip=_SHOWN_NOWHERE)
     parser.add_argument("--model", default="", help="served model; not needed where there is only one")
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning")
-    parser.set_defaults(max_tokens=_DEFAULT_MAX_TOKENS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answers until /exit or the end of the input; 1 if a request failed for another reason than what it asked."""
     history: list[tuple[str, str]] = [("system", arguments.system)] if arguments.system else []
     with Client(arguments.server) as client:
+        try:
+            client.get_model(arguments.model)  # before the user writes a question in vain
+        except RequestError as error:
+            print(f"headrace chat: {error.message}", file=sys.stderr)
+            return 1
         for line in _lines():
             if line == "/exit":
                 break
             if not line:
+                continue
+            if _COMMAND.fullmatch(line):
+                print(f"/exit ends; unknown command {line}", file=sys.stderr)
                 continue
             history.append(("user", line))
             try:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from headrace.cli.service_process import add_parent_argument, run_service
 from headrace.cli.side_config import add_side_arguments
+from headrace.common.addresses import Address
 from headrace.core_service.config import CoreConfig
 
 
@@ -16,7 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until told to stop."""
-    return run_service(CoreConfig, arguments, lambda config: config.server.drain_grace, _load)
+    return run_service(
+        CoreConfig,
+        arguments,
+        drain_grace=lambda config: config.server.drain_grace,
+        address=lambda config: Address(config.server.host, config.server.port),
+        load=_load,
+    )
 
 
 def _load() -> Callable[[CoreConfig], int]:

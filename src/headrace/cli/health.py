@@ -7,12 +7,20 @@ from headrace.client import Client
 from headrace.common.errors import NotFound, RequestError, Unimplemented
 from headrace.gateway_api.v1 import models_pb2
 
+_DEFAULT_TIMEOUT_S = 5.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds server flags."""
-    add_server_argument(parser)
+    add_server_argument(parser, "gateway or core to ask")
     parser.add_argument("--service", default="", metavar="NAME", help="one service of the server (default: all of it)")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="wait no longer for the answer")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=_DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"most seconds to wait for the answer [default {_DEFAULT_TIMEOUT_S:g}]",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,9 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             state = client.health(arguments.service, timeout_s=arguments.timeout)
         except NotFound:
-            state = f"NOT_FOUND: the server has no service {arguments.service}"
+            print(f"NOT_FOUND {arguments.server}: it has no service {arguments.service}")
+            return 1
         except RequestError as error:
-            print(f"UNREACHABLE {arguments.server}: {error.message}")
+            reason = error.message.removeprefix(f"cannot reach {arguments.server}: ")
+            print(f"UNREACHABLE {arguments.server}: {reason}")
             return 1
         print(f"{state} {arguments.server}")
         try:

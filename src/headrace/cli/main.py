@@ -5,6 +5,7 @@ Each module of this package that is a command has `add_arguments(parser)` and `r
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import os
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Sequence
 
 import headrace
+from headrace.cli.side_config import installed_variables
+from headrace.common.config_loader import unknown_variables
 from headrace.common.errors import StartupError
 
 COMMANDS = {
@@ -25,6 +28,7 @@ COMMANDS = {
     "bench": "measure a running gateway",
     "doctor": "show versions, devices, ports and the model cache",
 }
+CLIENT_COMMANDS = ("generate", "chat", "tokenize", "health", "bench")
 # Their values are free text, which may begin with a dash.
 TEXT_FLAGS = ("--text", "--token-ids", "--ids", "--stop", "--stop-token-ids", "--system")
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
@@ -48,11 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace", description=headrace.__doc__)
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    words = _joined_text_flags(arguments)
     for command, summary in COMMANDS.items():
         subparser = commands.add_parser(command, help=summary, description=summary, allow_abbrev=False)
         if module is not None and command == name:
             module.add_arguments(subparser)
-    parsed = parser.parse_args(_joined_text_flags(arguments))
+    subparser = _check_flags(parser, words)
+    parsed, rest = parser.parse_known_args(words)
+    if rest:
+        subparser.error(f"unexpected: {' '.join(rest)}")
+    if name in CLIENT_COMMANDS and (typos := list(unknown_variables(os.environ, installed_variables()))):
+        print(f"headrace {name}: {'; '.join(typos)}", file=sys.stderr)
     if module is None:
         raise RuntimeError(f"command {parsed.command} has no module")
     try:
@@ -67,6 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+def _check_flags(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+    """The parser of the subcommand in the words; ends with its usage and the flag that was meant if one is unknown.
+
+    argparse itself would show the main usage, and name a missing flag rather than the one with a typing error.
+    """
+    for word in words:
+        if word in ("--", "-h", "--help"):
+            break
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in parser._option_string_actions:
+            close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.7)
+            parser.error(f"unknown flag {flag}" + (f" (did you mean {close[0]}?)" if close else ""))
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                parser = action.choices[word]
+    return parser
 
 
 def _joined_text_flags(words: list[str]) -> list[str]:

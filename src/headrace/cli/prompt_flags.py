@@ -54,46 +54,58 @@ def parse_ids(text: str) -> list[int]:
 
 
 def _chat(name: str) -> pb.Chat:
-    field = "prompt.chat"
+    field, shown = "prompt.chat", _shown(name)
     try:
         content = json.loads(_read(name, field))
     except ValueError as error:
-        raise _invalid(field, f"{name} is not JSON: {error}") from error
+        raise _invalid(field, f"{shown} is not JSON: {error}") from error
     if isinstance(content, list):
         content = {"messages": content}
     if not isinstance(content, dict):
-        raise _invalid(field, f"{name} must hold a list of messages or an object with messages")
+        raise _invalid(field, f"{shown} must hold a list of messages or an object with messages")
     known = {"messages", "tools", "template_variables", "add_generation_prompt", "continue_final_message"}
     if unknown := sorted(set(content) - known):
-        raise _invalid(field, f"{name} has unknown keys: {', '.join(unknown)}")
+        raise _invalid(field, f"{shown} has unknown keys: {', '.join(unknown)}")
     try:
         chat = pb.Chat(
-            messages=[_message(message) for message in content.get("messages", [])],
-            tools=[_json_text(tool) for tool in content.get("tools", [])],
-            continue_final_message=content.get("continue_final_message", False),
+            messages=[_message(message) for message in _value(content, "messages", list) or []],
+            tools=[_json_text(tool) for tool in _value(content, "tools", list) or []],
+            continue_final_message=_value(content, "continue_final_message", bool) or False,
             template_variables=_json_text(content["template_variables"]) if "template_variables" in content else "",
         )
-        if "add_generation_prompt" in content:
-            chat.add_generation_prompt = content["add_generation_prompt"]
-    except (TypeError, ValueError, AttributeError) as error:
-        raise _invalid(field, f"{name} has a value of the wrong type: {error}") from error
+        if (add := _value(content, "add_generation_prompt", bool)) is not None:
+            chat.add_generation_prompt = add
+    except UnicodeEncodeError as error:
+        raise _invalid(field, f"{shown}: is not valid UTF-8") from error
+    except ValueError as error:
+        raise _invalid(field, f"{shown}: {error}") from error
     return chat
 
 
-def _message(message: dict[str, Any]) -> pb.ChatMessage:
+def _message(message: Any) -> pb.ChatMessage:
+    if not isinstance(message, dict):
+        raise ValueError(f"a message must be an object with role and content; got {message!r}")
     known = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
     if unknown := sorted(set(message) - known):
         raise ValueError(f"a message has unknown keys: {', '.join(unknown)}")
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
+    parts = message["content"] if isinstance(message.get("content"), list) else None
     return pb.ChatMessage(
-        role=message.get("role", ""),
-        content="" if content is None or parts else content,
-        parts=[pb.ContentPart(text=_text_of(part)) for part in parts],
-        tool_calls=[_json_text(call) for call in message.get("tool_calls") or []],
-        tool_call_id=message.get("tool_call_id") or "",
-        reasoning_content=message.get("reasoning_content") or "",
+        role=_value(message, "role", str) or "",
+        content=_value(message, "content", str) or "" if parts is None else "",
+        parts=[pb.ContentPart(text=_text_of(part)) for part in parts or []],
+        tool_calls=[_json_text(call) for call in _value(message, "tool_calls", list) or []],
+        tool_call_id=_value(message, "tool_call_id", str) or "",
+        reasoning_content=_value(message, "reasoning_content", str) or "",
     )
+
+
+def _value(content: dict[str, Any], key: str, kind: type) -> Any:
+    """The value of a key, None if there is none or it is null; ValueError if it is not of that type."""
+    value = content.get(key)
+    if value is None or isinstance(value, kind):
+        return value
+    wanted = {list: "a list", str: "a text", bool: "true or false"}[kind]
+    raise ValueError(f"{key} must be {wanted}; got {value!r}")
 
 
 def _text_of(part: Any) -> str:
@@ -112,7 +124,11 @@ def _read(name: str, field: str) -> str:
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _invalid(field, f"{name} cannot be read: {error}") from error
+        raise _invalid(field, f"{_shown(name)} cannot be read: {error}") from error
+
+
+def _shown(name: str) -> str:
+    return "standard input" if name == "-" else name
 
 
 def _invalid(field: str, description: str) -> InvalidRequest:

@@ -1,18 +1,20 @@
 """Sampling parameters on the command line. A flag not given leaves its field unset, so the model's default holds."""
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
 from headrace.cli.prompt_flags import parse_ids
 from headrace.common.errors import InvalidRequest, Violation
+from headrace.common.params import DEFAULT_MAX_TOKENS
 from headrace.common.v1 import params_pb2
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
 # Flag, its field in SamplingParams, type, help.
 _SCALARS: tuple[tuple[str, str, type, str], ...] = (
-    ("--max-tokens", "max_tokens", int, "most output tokens"),
-    ("--min-tokens", "min_tokens", int, "no end before this many output tokens"),
-    ("--temperature", "temperature", float, "0 is greedy"),
+    ("--max-tokens", "max_tokens", int, "most output tokens [default{max_tokens}]"),
+    ("--min-tokens", "min_tokens", int, "fewest output tokens"),
+    ("--temperature", "temperature", float, "0 is greedy, 2 the most [default: the model's, else 1]"),
     ("--top-k", "top_k", int, "draw from the k most likely tokens; 0 is off"),
     ("--top-p", "top_p", float, "draw from the smallest set of tokens with this probability; 1 is off"),
     ("--min-p", "min_p", float, "draw from tokens with this share of the top probability; 0 is off"),
@@ -26,11 +28,17 @@ _SCALARS: tuple[tuple[str, str, type, str], ...] = (
 )
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each parameter."""
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, max_tokens: int | None = None, skip: Collection[str] = ()
+) -> None:
+    """Adds a flag for each parameter but those whose field is in `skip`; `max_tokens` is a default for that one."""
+    shown_default = f": the model's, else {DEFAULT_MAX_TOKENS}" if max_tokens is None else f" {max_tokens}"
     group = parser.add_argument_group("sampling")
     for flag, field, kind, text in _SCALARS:
-        group.add_argument(flag, dest=field, type=kind, metavar="N" if kind is int else "X", help=text)
+        if field not in skip:
+            shown = text.format(max_tokens=shown_default)
+            group.add_argument(flag, dest=field, type=kind, metavar="N" if kind is int else "X", help=shown)
+    parser.set_defaults(max_tokens=max_tokens)
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="text that ends the output; repeatable"
     )
@@ -45,7 +53,7 @@ def fill_sampling(request: pb.GenerateRequest, arguments: argparse.Namespace) ->
     """
     violations: list[Violation] = []
     for _, field, _, _ in _SCALARS:
-        if (value := getattr(arguments, field)) is not None:
+        if (value := getattr(arguments, field, None)) is not None:
             _set(request.sampling, field, value, violations)
     if arguments.stop_token_ids is not None:
         try:

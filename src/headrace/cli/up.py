@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.cli.pair import Child, Pair
+from headrace.cli.service_process import check_free
 from headrace.cli.side_config import add_config_file_argument, installed_variables
-from headrace.common.addresses import Address, free_port, is_port_taken
+from headrace.common.addresses import Address, free_port
 from headrace.common.config import leaves
 from headrace.common.config_flags import add_flags, flag_texts, given_flags
 from headrace.common.config_loader import load_config
@@ -40,7 +41,12 @@ class _Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the settings of both sides; one that both have is set for both, but host and port for the gateway."""
     add_config_file_argument(parser)
-    parser.add_argument("--core-port", metavar="N", help=f"port of the core; 0 is any free one [{CORE_PORT_VARIABLE}]")
+    core_port = next(leaf for leaf in leaves(CoreConfig) if leaf.dotted == "server.port")
+    parser.add_argument(
+        "--core-port",
+        metavar="N",
+        help=f"port of the core; 0 is any free one [{CORE_PORT_VARIABLE}; default {core_port.default}]",
+    )
     add_flags(parser, CoreConfig, skip=_GATEWAY_OWN)
     shared = {leaf.name for leaf in leaves(CoreConfig)} - _GATEWAY_OWN
     add_flags(parser, GatewayConfig, skip={"core", *shared})
@@ -49,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints one line `ready ...` once both serve; Ctrl-C and SIGTERM drain both. 1 if one of them ends by itself."""
     plan = _plan(arguments, os.environ)
-    _check_free("core", plan.core_address)
-    _check_free("gateway", plan.gateway_address)
+    check_free("the core", plan.core_address, "--core-port")
+    check_free("the gateway", plan.gateway_address, "--port")
     file_words = [f"--config={arguments.config}"] if arguments.config else []
     pair = Pair(
         core=Child(
@@ -125,15 +131,6 @@ def _free_port(name: str, host: str) -> int:
         return free_port(host)
     except OSError as error:
         raise StartupError(f"the {name} cannot listen on {host}: {error}") from error
-
-
-def _check_free(name: str, address: Address) -> None:
-    try:
-        taken = is_port_taken(address)
-    except OSError as error:
-        raise StartupError(f"the {name} cannot listen on {address}: {error}") from error
-    if taken:
-        raise StartupError(f"the {name}'s port {address.port} on {address.host} is taken")
 
 
 def _reachable(address: Address) -> Address:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -139,7 +139,7 @@ class Leaf:
             high = float("inf") if rule.high is None else rule.high
             # NaN compares false, so it is never inside.
             if not (low < value <= high if rule.above_low else low <= value <= high):
-                return f"must be {_bounds(rule)}; got {value:g}"
+                return f"must be {_bounds(rule)}; got {_plain(value)}"
         return rule.check(value) if rule.check else None
 
     def convert(self, raw: Any) -> Any:
@@ -177,6 +177,19 @@ def variables(tree: type[Config]) -> frozenset[str]:
     return frozenset(leaf.variable for leaf in leaves(tree))
 
 
+def with_flag_names(tree: type[Config], problems: Iterable[str]) -> list[str]:
+    """Problems that begin with a setting's name and a colon, with its flag instead; others as they are.
+
+    What is only found out while a service starts is named as the user can set it.
+    """
+    flags = {name: leaf.flag for leaf in leaves(tree) for name in (leaf.name, leaf.dotted)}
+    renamed = []
+    for problem in problems:
+        name, colon, rest = problem.partition(":")
+        renamed.append(f"{flags[name]}:{rest}" if colon and name in flags else problem)
+    return renamed
+
+
 def _wrong_values(section: Section) -> list[str]:
     """Problems of the section's own settings; those of its sections were found when they were built."""
     own = (leaf for leaf in leaves(type(section)) if len(leaf.path) == 1)
@@ -206,9 +219,14 @@ def broken_rules(tree: type[Config], values: Mapping[str, Any]) -> Iterator[str]
 
 
 def _bounds(rule: Setting) -> str:
-    low = "" if rule.low is None else f"above {rule.low:g}" if rule.above_low else f"at least {rule.low:g}"
-    high = "" if rule.high is None else f"at most {rule.high:g}"
+    low = "" if rule.low is None else f"{'above' if rule.above_low else 'at least'} {_plain(rule.low)}"
+    high = "" if rule.high is None else f"at most {_plain(rule.high)}"
     return " and ".join(part for part in (low, high) if part)
+
+
+def _plain(number: float) -> str:
+    """The number as people write it: all its digits, no exponent for a whole one."""
+    return str(number) if isinstance(number, int) else f"{number:.15g}"
 
 
 def _with_value(parse: Callable[[str], float], raw: str) -> float:

