@@ -8,7 +8,15 @@ from typing import Any
 
 import structlog
 
-from headrace.common.errors import DataLoss, InvalidRequest, RequestError, Unavailable, Unimplemented, Violation
+from headrace.common.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvalidRequest,
+    RequestError,
+    Unavailable,
+    Unimplemented,
+    Violation,
+)
 from headrace.common.params_wire import seconds
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as pb
@@ -18,6 +26,7 @@ from headrace.core_service.gateway_stream import GatewayStream, StreamEnvironmen
 TOKENIZER_CHUNK_BYTES = 64 * 1024
 BLOB_CHUNK_BYTES = 256 * 1024
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+BLOB_ARRIVAL_S = 60.0  # the room of a blob is kept for no longer, whoever sends it
 LAST_ROWS_S = 2.0  # for the step under way to end and its rows to be told
 _IDLE_POLL_S = 0.02
 
@@ -110,11 +119,11 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
         if first.digest in blobs:
             return pb.PutBlobResponse(existed=True)
         with blobs.room_for(first.size_bytes):
-            data = bytearray(first.data)
-            async for piece in request_iterator:
-                data += piece.data
-                if len(data) > first.size_bytes:
-                    raise InvalidRequest([Violation("data", f"is longer than size_bytes = {first.size_bytes}")])
+            try:
+                async with asyncio.timeout(BLOB_ARRIVAL_S):
+                    data = await _all_bytes(first, request_iterator)
+            except TimeoutError:
+                raise DeadlineExceeded(f"the blob did not arrive within {BLOB_ARRIVAL_S:g} s") from None
             if hashlib.sha256(data).hexdigest() != first.digest:
                 raise DataLoss(f"{len(data)} bytes arrived that are not those of digest {first.digest}")
             blobs.put(bytes(data))
@@ -194,6 +203,16 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
         if self._opened is None:
             raise _loading()
         return self._opened
+
+
+async def _all_bytes(first: pb.PutBlobRequest, rest: AsyncIterator[pb.PutBlobRequest]) -> bytearray:
+    data = bytearray(first.data)
+    while len(data) <= first.size_bytes:
+        piece = await anext(rest, None)
+        if piece is None:
+            return data
+        data += piece.data
+    raise InvalidRequest([Violation("data", f"is longer than size_bytes = {first.size_bytes}")])
 
 
 def _loading() -> Unavailable:

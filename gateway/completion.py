@@ -8,7 +8,7 @@ reader costs one record, not a queue.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.common.errors import RequestError
+from headrace.common.errors import InternalError, RequestError
 from headrace.common.params_wire import seconds
 from headrace.common.rpc_status import from_code
 from headrace.common.v1 import params_pb2
@@ -25,6 +25,8 @@ _CODE_OF_REASON = {
     params_pb2.FINISH_REASON_DEADLINE: 4,  # DEADLINE_EXCEEDED
     params_pb2.FINISH_REASON_ERROR: 13,  # INTERNAL
 }
+
+_KNOWN_REASONS = frozenset(params_pb2.FinishReason.values()) - {params_pb2.FINISH_REASON_UNSPECIFIED}
 
 # CUMULATIVE output with log-probabilities is sent when it has grown by this part of its length.
 REPEAT_SHARE = 32
@@ -133,7 +135,10 @@ class Completion:
         """The core's last word; a stop string that came first stands."""
         self.terminal, self.over = finished, True
         if not self.finished:
-            self._finish(finished.reason)
+            known = finished.reason in _KNOWN_REASONS
+            self._finish(finished.reason if known else params_pb2.FINISH_REASON_ERROR)
+            if not known:  # nobody may take it for success
+                self.error = InternalError(f"the core ended the output for a reason unknown here: {finished.reason}")
             if finished.HasField("stop_token_id"):
                 self._stop_token_id = finished.stop_token_id
             if finished.reason in _CODE_OF_REASON:

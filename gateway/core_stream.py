@@ -85,6 +85,8 @@ class CoreStream:
             error = Unavailable("the core closed the stream")
         except grpc.aio.AioRpcError as rpc_error:
             error = from_rpc_error(rpc_error)
+        except RequestError as refusal:  # `on_event` wants no more of this core
+            error = refusal
         except (KeyError, ValueError) as breach:
             log.exception("core broke the protocol", exc_info=breach)
             error = Unavailable(f"the core broke the protocol: {breach}")

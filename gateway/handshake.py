@@ -21,6 +21,13 @@ def check_contract(theirs: str, ours: str = CONTRACT_VERSION) -> None:
         )
 
 
+def check_facts(info: core_pb.CoreInfo) -> None:
+    """Raises FailedPrecondition for a core that could serve no request; its limits would hold for all cores."""
+    for name, least in (("vocab_size", 1), ("max_model_len", 2), ("block_size", 1), ("num_blocks", 1)):
+        if (value := getattr(info, name)) < least:
+            raise FailedPrecondition(f"the core says {name} = {value}, which can serve nothing", reason="BAD_CORE_INFO")
+
+
 def check_same_model(info: core_pb.CoreInfo, model: str, tokenizer_digest: str) -> None:
     """Raises FailedPrecondition if a core serves another model or tokenizer than the gateway; empty accepts any."""
     if model and info.model != model:

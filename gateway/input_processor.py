@@ -21,6 +21,7 @@ from headrace.gateway.served_model import ServedModel
 from headrace.gateway.unimplemented import refuse_unimplemented_generate, refuse_unimplemented_prompt
 from headrace.gateway.unknown_fields import unknown_fields
 from headrace.gateway.validation import (
+    crowd_violations,
     generate_violations,
     prompt_length_violations,
     prompt_violations,
@@ -113,7 +114,9 @@ class InputProcessor:
 
     async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel) -> TokenizedPrompt:
         """The ids of a text or chat. Raises InvalidRequest or Unimplemented."""
-        violations = unknown_fields(request) + prompt_violations(request.prompt, model, truncates=False)
+        violations = crowd_violations(request.prompt)
+        if not violations:
+            violations = unknown_fields(request) + prompt_violations(request.prompt, model, truncates=False)
         if not violations:
             refuse_unimplemented_prompt(request.prompt)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True

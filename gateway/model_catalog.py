@@ -16,9 +16,9 @@ from headrace.common.errors import FailedPrecondition, NotFound, RequestError, S
 from headrace.common.params import ModelLimits, SamplingParams
 from headrace.common.params_wire import sampling_from_wire
 from headrace.common.rpc_status import from_rpc_error
-from headrace.common.tokenizer_files import MAX_TOTAL_BYTES, TokenizerFiles
+from headrace.common.tokenizer_files import MAX_FILES, MAX_TOTAL_BYTES, TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
-from headrace.gateway.handshake import check_same_model
+from headrace.gateway.handshake import check_facts, check_same_model
 from headrace.gateway.served_model import ServedModel
 from headrace.gateway.text_tools import TextTools
 from headrace.gateway.unimplemented import built_defaults
@@ -72,6 +72,7 @@ class ModelCatalog:
 
     async def admit(self, address: str, info: core_pb.CoreInfo, fetch: Callable[[], Awaitable[TokenizerFiles]]) -> None:
         """Takes a core in, or raises FailedPrecondition. `fetch` brings the tokenizer's files if we have none."""
+        check_facts(info)
         check_same_model(info, self.name, self.tokenizer_digest)
         tools = self._tools or await self._tools_for(info, fetch)
         # Another core may have come first while the tokenizer was on its way.
@@ -94,9 +95,11 @@ class ModelCatalog:
             return  # the core is not that far yet
 
     def update(self, address: str, info: core_pb.CoreInfo) -> None:
-        """New facts of a core that was admitted."""
+        """New facts of a core that was admitted. Raises FailedPrecondition if it is no longer one of ours."""
         if self._tools is None:
             raise RuntimeError("a core must be admitted before it is updated")
+        check_facts(info)
+        check_same_model(info, self.name, self.tokenizer_digest)
         self._infos[address] = info
         infos = self._infos.values()
         defaults, dropped = built_defaults(sampling_from_wire(info.default_sampling, SamplingParams()))
@@ -133,8 +136,10 @@ async def fetch_tokenizer_files(stub: "EngineCoreServiceAsyncStub") -> Tokenizer
             contents = files.setdefault(piece.file_name, bytearray())
             contents += piece.data
             total += len(piece.data)
-            if total > MAX_TOTAL_BYTES:
-                raise FailedPrecondition(f"the core's tokenizer has more than {MAX_TOTAL_BYTES} bytes")
+            if total > MAX_TOTAL_BYTES or len(files) > MAX_FILES:
+                raise FailedPrecondition(
+                    f"the core's tokenizer has more than {MAX_FILES} files or {MAX_TOTAL_BYTES} bytes"
+                )
             if piece.sha256 and hashlib.sha256(contents).hexdigest() != piece.sha256:
                 raise FailedPrecondition(f"the core's {piece.file_name} came with other bytes than its digest says")
     except grpc.aio.AioRpcError as error:

@@ -9,6 +9,8 @@ from headrace.gateway.chat_template import ChatTemplate
 from headrace.gateway.text_tools import TextTools
 from headrace.gateway.tokenizer import Tokenizer
 
+TRUNCATED_TEXT_FACTOR = 4
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -37,11 +39,11 @@ class ServedModel:
     def max_prompt_bytes(self, *, truncates: bool) -> int:
         """Longest text worth tokenizing.
 
-        Unless the prompt is to be truncated, a longer one cannot fit into the context even if it were made of the
-        longest tokens only.
+        A longer one cannot fit into the context even if it were made of the longest tokens only. One that is to be
+        truncated may be some times as long, but no more: tokenizing 15 MB to keep ten tokens takes a thread for 20 s.
         """
         fitting = self.limits.max_model_len * self.tools.longest_token_bytes
-        return self.max_text_bytes if truncates else min(self.max_text_bytes, fitting)
+        return min(self.max_text_bytes, TRUNCATED_TEXT_FACTOR * fitting if truncates else fitting)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

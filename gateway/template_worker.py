@@ -155,7 +155,7 @@ class _Worker:
 
     def _render(self, template: str, variables: dict[str, Any]) -> str:
         parts, num_chars = [], 0
-        for part in self._templates[template].generate(**variables):
+        for part in self._templates[template].generate(variables):
             num_chars += len(part)
             if num_chars > self._max_chars:
                 raise _TooLong

@@ -14,6 +14,8 @@ CHAT_ROLES = ("system", "user", "assistant", "tool")
 MAX_STOP_STRINGS = 256
 MAX_STOP_BYTES = 4096
 MAX_NAME_BYTES = 256  # of request_id, session_id and cache_salt
+# Messages inside a request, each of which costs some microseconds on the event loop that all streams share.
+MAX_ITEMS = 16_384
 
 
 def sampling_params(request: pb.GenerateRequest, model: ServedModel) -> SamplingParams:
@@ -33,6 +35,10 @@ def sampling_params(request: pb.GenerateRequest, model: ServedModel) -> Sampling
 
 def generate_violations(request: pb.GenerateRequest, params: SamplingParams, model: ServedModel) -> list[Violation]:
     """Every broken rule of a Generate request, apart from the prompt's length in tokens."""
+    if found := crowd_violations(request.prompt):
+        return found
+    if (points := len(request.resume.completions)) > MAX_ITEMS:
+        return [Violation("resume.completions", f"at most {MAX_ITEMS} items; got {points}")]
     found = unknown_fields(request)
     found += params.violations(model.limits)
     found += prompt_violations(request.prompt, model, truncates=params.truncate_prompt_tokens is not None)
@@ -45,6 +51,20 @@ def generate_violations(request: pb.GenerateRequest, params: SamplingParams, mod
         if (size := len(getattr(request, name).encode())) > MAX_NAME_BYTES:
             found.append(Violation(name, f"must be at most {MAX_NAME_BYTES} bytes; got {size}"))
     return found
+
+
+def crowd_violations(prompt: pb.Prompt) -> list[Violation]:
+    """A prompt of so many pieces that looking at each would hold up everybody else."""
+    messages, tools = len(prompt.chat.messages), len(prompt.chat.tools)
+    counts = {"prompt.media": len(prompt.media), "prompt.chat.messages": messages, "prompt.chat.tools": tools}
+    if messages <= MAX_ITEMS:
+        parts = sum(len(message.parts) + len(message.tool_calls) for message in prompt.chat.messages)
+        counts["prompt.chat.messages.parts and tool_calls"] = parts
+    return [
+        Violation(field, f"at most {MAX_ITEMS} items; got {count}")
+        for field, count in counts.items()
+        if count > MAX_ITEMS
+    ]
 
 
 def prompt_violations(prompt: pb.Prompt, model: ServedModel, *, truncates: bool) -> list[Violation]:

@@ -15,7 +15,7 @@ from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.common.v1.params_pb2 import FinishReason, SamplingParams
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_api.v1 import engine_core_pb2_grpc as pb_grpc
-from headrace.core_service import gateway_stream
+from headrace.core_service import gateway_stream, service
 from headrace.core_service.admission import AdmissionLimits
 from headrace.core_service.blob_store import BlobStore
 from headrace.core_service.block_manager import BlockManager
@@ -318,7 +318,7 @@ async def test_a_request_too_large_for_the_stream_goes_by_blob(make_core):
     [
         ([pb.PutBlobRequest(digest="xyz")], grpc.StatusCode.INVALID_ARGUMENT),
         ([pb.PutBlobRequest(digest="0" * 64, size_bytes=3, data=b"abc")], grpc.StatusCode.DATA_LOSS),
-        ([pb.PutBlobRequest(digest="0" * 64, size_bytes=3, data=b"abcd")], grpc.StatusCode.DATA_LOSS),
+        ([pb.PutBlobRequest(digest="0" * 64, size_bytes=3, data=b"abcd")], grpc.StatusCode.INVALID_ARGUMENT),
         ([pb.PutBlobRequest(digest="0" * 64, size_bytes=5 << 20)], grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
@@ -330,6 +330,27 @@ async def test_bad_blobs_are_refused_and_take_no_room(make_core, pieces, code):
     assert core.blobs.num_bytes == 0
     with core.blobs.room_for(4 << 20):
         pass
+
+
+async def test_a_blob_that_never_ends_keeps_its_room_for_a_limited_time(make_core, monkeypatch):
+    core = await make_core()
+    monkeypatch.setattr(service, "BLOB_ARRIVAL_S", 0.2)
+    call = core.stub.PutBlob()
+    await call.write(pb.PutBlobRequest(digest="0" * 64, size_bytes=4 << 20, data=b"a"))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    with core.blobs.room_for(4 << 20):
+        pass
+
+
+@pytest.mark.parametrize("call", ["Connect", "PutBlob", "GetBlob", "GetLoad"])
+async def test_bytes_that_are_no_message_are_the_senders_fault(make_core, call):
+    core = await make_core()
+    send = core.channel.stream_stream(f"/headrace.core_api.v1.EngineCoreService/{call}", None, None)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await send(iter([b"\xff" * 9]), timeout=10).read()
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_equal_blobs_are_read_once_for_each_time_that_they_were_put(make_core):

@@ -227,3 +227,44 @@ async def test_tokenize_and_detokenize_name_what_is_bad(client: Client) -> None:
         await client.generation.Detokenize(pb.DetokenizeRequest(token_ids=[1, 500]))
     assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "500" in (failure.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (chat(*[USER] * 16_385), "prompt.chat.messages"),
+        (chat(USER, tools=["x"] * 16_385), "prompt.chat.tools"),
+        (chat({"role": "user", "parts": [pb.ContentPart()] * 16_385}), "prompt.chat.messages.parts and tool_calls"),
+        (request(lambda r: r.prompt.media.extend([pb.MediaItem()] * 16_385)), "prompt.media"),
+        (request(lambda r: r.resume.completions.extend([pb.ResumePoint()] * 16_385)), "resume.completions"),
+    ],
+    ids=["messages", "tools", "parts", "media", "resume points"],
+)
+async def test_what_is_in_too_many_pieces_is_refused_without_looking_at_each(
+    client: Client, bad: pb.GenerateRequest, field: str
+) -> None:
+    assert await violated_fields(client, bad) == {field: "at most 16384 items; got 16385"}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        chat(*[{"role": "wizard"}] * 16_000),
+        chat({"role": "é" * 1_000_000}),
+        chat(USER, tools=["%"] * 16_000),
+        request(lambda r: r.sampling.logit_bias.update(dict.fromkeys(range(100_000), NAN))),
+    ],
+    ids=["many roles", "one long role", "many tools", "many biases"],
+)
+async def test_a_refusal_of_any_length_is_told_as_what_it_is(client: Client, bad: pb.GenerateRequest) -> None:
+    assert await violated_fields(client, bad)
+
+
+@pytest.mark.parametrize("bad", [b"\x0a\xff", b"\xff" * 30, b"\x12\x02\x0a\x00\x0b"])
+@pytest.mark.parametrize("call", ["GenerationService/Generate", "GenerationService/Tokenize", "ModelService/GetLoad"])
+async def test_bytes_that_are_no_message_are_the_clients_fault(client: Client, call: str, bad: bytes) -> None:
+    send: Any = client.channel.unary_stream(f"/headrace.gateway_api.v1.{call}", None, None)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await send(bad, timeout=10).read()
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "bytes" in (error.value.details() or "")

@@ -148,6 +148,10 @@ def test_continued_prompts_equal_those_of_transformers(source: str, final: Any) 
     assert render(source, messages, **options) == reference(source, messages, **options)
 
 
+def test_a_variable_may_have_any_name() -> None:
+    assert render("{{ args }}{{ template }}", variables={"self": 1, "args": 2, "template": 3}) == "23"
+
+
 def test_variables_equal_those_of_transformers_and_replace_special_tokens() -> None:
     variables = {"mood": {"é": [1, None]}, "bos_token": "<other>"}
     expected = reference(VARIABLES, CHAT, variables=variables)

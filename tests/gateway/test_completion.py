@@ -7,7 +7,7 @@ from gateway_harness import EOS, byte_tokenizer_files
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.common.errors import Unavailable
+from headrace.common.errors import InternalError, Unavailable
 from headrace.common.v1 import params_pb2
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
 from headrace.gateway.completion import Completion, CompletionOptions
@@ -150,3 +150,12 @@ def test_the_first_message_does_not_wait_for_the_interval() -> None:
     assert not completion.has_news()
     completion.on_tokens([100])
     assert completion.take().text == "bcd"
+
+
+@pytest.mark.parametrize("reason", [params_pb2.FINISH_REASON_UNSPECIFIED, 99])
+def test_an_end_for_no_known_reason_is_no_success(reason: params_pb2.FinishReason.ValueType) -> None:
+    completion, _ = make_completion()
+    completion.on_tokens([97])
+    completion.on_finished(core_pb.Finished(reason=reason))
+    assert isinstance(completion.error, InternalError)
+    assert completion.take().finish_reason == params_pb2.FINISH_REASON_ERROR

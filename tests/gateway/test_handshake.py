@@ -3,7 +3,7 @@ import pytest
 from headrace.common.contract_version import CONTRACT_VERSION
 from headrace.common.errors import FailedPrecondition
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
-from headrace.gateway.handshake import check_contract, check_same_model
+from headrace.gateway.handshake import check_contract, check_facts, check_same_model
 
 
 @pytest.mark.parametrize("theirs", ["1.4", "1.5", "1.6"])
@@ -30,3 +30,12 @@ def test_empty_expectations_accept_any_core(model: str, digest: str) -> None:
 def test_another_model_or_tokenizer_is_refused_by_name(model: str, digest: str) -> None:
     with pytest.raises(FailedPrecondition, match="other"):
         check_same_model(core_pb.CoreInfo(model="m", tokenizer_digest="d"), model, digest)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "max_model_len", "block_size", "num_blocks"])
+def test_a_core_that_can_serve_nothing_is_refused_by_name(name: str) -> None:
+    info = core_pb.CoreInfo(vocab_size=1, max_model_len=2, block_size=1, num_blocks=1)
+    check_facts(info)
+    setattr(info, name, getattr(info, name) - 1)
+    with pytest.raises(FailedPrecondition, match=name):
+        check_facts(info)

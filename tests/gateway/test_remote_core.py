@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 from gateway_harness import (
     Client,
+    Gateway,
     byte_tokenizer_files,
     eventually,
     next_letter,
@@ -16,9 +19,12 @@ from gateway_harness import (
     text_request,
 )
 
+from headrace.common.errors import FailedPrecondition
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
+from headrace.core_api.v1.engine_core_pb2_grpc import EngineCoreServiceStub
 from headrace.gateway.fakes import FakeBehaviour, FakeCore, fake_core_info, serve_fake_core
+from headrace.gateway.model_catalog import fetch_tokenizer_files
 from headrace.gateway.remote_core import LONGEST_RETRY_AFTER_REFUSAL_S, LONGEST_RETRY_S, retry_delay
 from headrace.gateway_api.v1 import models_pb2
 
@@ -231,3 +237,51 @@ def test_retries_are_quick_for_a_core_that_is_not_there_and_slow_for_one_that_re
     assert all(retry_delay(attempt, refused=False) <= LONGEST_RETRY_S for attempt in range(100))
     assert all(retry_delay(attempt, refused=True) <= LONGEST_RETRY_AFTER_REFUSAL_S for attempt in range(100))
     assert retry_delay(50, refused=True) > LONGEST_RETRY_S
+
+
+@pytest.mark.parametrize("fact", ["model", "tokenizer_digest", "max_model_len"])
+async def test_a_core_that_becomes_another_is_lost_and_its_requests_are_told(
+    gateway: Gateway, core: FakeCore, behaviour: FakeBehaviour, fact: str
+) -> None:
+    behaviour.step_pause_s = 0.01
+    running = asyncio.create_task(gateway.client.generate(text_request("A", max_tokens=400)))
+    await eventually(lambda: core.stats.running == 1)
+    other = core_pb.CoreInfo()
+    other.CopyFrom(core.info)
+    setattr(other, fact, 0 if fact == "max_model_len" else "another")
+    core.streams[0].send(core_pb.ConnectResponse(welcome=core_pb.Welcome(info=other)))
+    error = (await running).error
+    assert error is not None
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    await serving(gateway.client)
+    assert (await gateway.client.generate(text_request("A", max_tokens=3))).text() == "abc"
+
+
+async def test_a_core_without_room_for_a_token_does_not_spoil_another(core: FakeCore, files: TokenizerFiles) -> None:
+    useless = FakeCore(files, fake_core_info(files, max_model_len=0), core.behaviour)
+    async with (
+        serve_fake_core(core) as good,
+        serve_fake_core(useless) as bad,
+        running_gateway(bad, good) as gateway,
+    ):
+        await in_state(gateway.client, "CONNECTING", "SERVING")
+        assert (await gateway.client.generate(text_request("A", max_tokens=3))).text() == "abc"
+
+
+class EndlessTokenizer(FakeCore):
+    """Sends a new file for ever."""
+
+    async def GetTokenizer(
+        self, request: core_pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[core_pb.GetTokenizerResponse]:
+        for number in itertools.count():
+            self.tokenizer_fetches = number
+            yield core_pb.GetTokenizerResponse(file_name=f"{number}")
+
+
+async def test_a_tokenizer_of_endless_files_is_refused(files: TokenizerFiles, behaviour: FakeBehaviour) -> None:
+    core = EndlessTokenizer(files, fake_core_info(files), behaviour)
+    async with serve_fake_core(core) as address:
+        stub = EngineCoreServiceStub(grpc.aio.insecure_channel(address))
+        with pytest.raises(FailedPrecondition, match="files"):
+            await fetch_tokenizer_files(stub)

@@ -11,12 +11,20 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace.common.addresses import Address, is_port_taken
-from headrace.common.errors import InternalError, RequestError, StartupError, Unavailable
-from headrace.common.rpc_status import trailing_metadata
+from headrace.common.errors import (
+    InternalError,
+    InvalidRequest,
+    RequestError,
+    StartupError,
+    Unavailable,
+    Violation,
+)
+from headrace.common.rpc_status import status_message, trailing_metadata
 
 LIVENESS = "liveness"
 READINESS = "readiness"
@@ -123,15 +131,35 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 wrap = _guard_generator if inspect.isasyncgenfunction(method) else _guard
                 return getattr(grpc, f"{kind}_rpc_method_handler")(
                     wrap(method, handler_call_details.method),
-                    request_deserializer=handler.request_deserializer,
+                    request_deserializer=_refusing_garbage(handler.request_deserializer, kind.startswith("stream")),
                     response_serializer=handler.response_serializer,
                 )
         return handler
 
 
+def _refusing_garbage(deserialize: Callable[[bytes], Any], streams: bool) -> Callable[[bytes], Any]:
+    """Where a request's bytes are no message, gives the refusal: raised into a stream's reader, else in its place.
+
+    What a deserializer of a single request raises, gRPC would answer itself: with UNKNOWN and the name of a class.
+    """
+
+    def checked(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            refusal = InvalidRequest([Violation("request", "its bytes are not a message of this call's type")])
+            if streams:
+                raise refusal from None
+            return refusal
+
+    return checked
+
+
 def _guard(method: Callable[[Any, Any], Awaitable[Any]], name: str) -> Callable[[Any, Any], Awaitable[Any]]:
     async def guarded(request: Any, context: Any) -> Any:
         try:
+            if isinstance(request, InvalidRequest):
+                raise request
             return await method(request, context)
         except BaseException as error:
             await _end_call(error, context, name)
@@ -144,6 +172,8 @@ def _guard_generator(
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, InvalidRequest):
+                raise request
             async for response in method(request, context):
                 yield response
         except BaseException as error:
@@ -168,5 +198,5 @@ async def _end_call(error: BaseException, context: Any, name: str) -> NoReturn:
 
 
 async def _abort(context: Any, error: RequestError) -> NoReturn:
-    await context.abort(error.code, error.message, trailing_metadata(error))
+    await context.abort(error.code, status_message(error), trailing_metadata(error))
     raise AssertionError("abort raises")

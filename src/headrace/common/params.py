@@ -5,6 +5,7 @@ rules run in the gateway (which answers the client) and again in the core (which
 `headrace.common.params_wire` converts to and from the contract's messages.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ MAX_BAD_WORDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_TIME_LIMIT_S = 1e9
+MAX_NAMED = 5  # bad entries of one list that are named; the rest goes unsaid
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 
@@ -165,9 +167,9 @@ class SamplingParams:
             found.token_ids("sampling.allowed_token_ids", self.allowed_token_ids, limits.vocab_size)
         if self.logit_bias:
             found.token_ids("sampling.logit_bias", tuple(self.logit_bias), limits.vocab_size)
-            for token_id, bias in self.logit_bias.items():
-                if not math.isfinite(bias):
-                    found.add(f"sampling.logit_bias[{token_id}]", f"must be finite; got {bias}")
+            infinite = ((token_id, bias) for token_id, bias in self.logit_bias.items() if not math.isfinite(bias))
+            for token_id, bias in itertools.islice(infinite, MAX_NAMED):
+                found.add(f"sampling.logit_bias[{token_id}]", f"must be finite; got {bias}")
 
     def _check_text(self, found: "_Violations") -> None:
         if any(not text for text in self.stop):
@@ -204,4 +206,4 @@ class _Violations:
     def token_ids(self, field: str, ids: tuple[int, ...], vocab_size: int) -> None:
         bad = [i for i in ids if not 0 <= i < vocab_size]
         if bad:
-            self.add(field, f"ids must be between 0 and {vocab_size - 1}; got {', '.join(map(str, bad[:5]))}")
+            self.add(field, f"ids must be between 0 and {vocab_size - 1}; got {', '.join(map(str, bad[:MAX_NAMED]))}")

@@ -1,7 +1,10 @@
 """RequestError to rich gRPC status (google.rpc.Status in grpc-status-details-bin) and back.
 
-ErrorInfo is always there; BadRequest and RetryInfo where they belong (AIP-193).
+ErrorInfo is always there; BadRequest and RetryInfo where they belong (AIP-193). A status travels in HTTP/2 headers, of
+which a client takes 8 KiB: what is longer would reach it as another error, so long messages and lists are cut.
 """
+
+from collections.abc import Callable, Iterable
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -25,6 +28,10 @@ from headrace.common.errors import (
 )
 
 ERROR_DOMAIN = "headrace"
+# Together with names and framing they stay below 8 KiB of headers, whatever the characters are.
+MAX_MESSAGE_HEADER_BYTES = 3500
+MAX_VIOLATION_BYTES = 3000
+MAX_VIOLATION_FIELD_BYTES = 256
 
 _ERROR_OF_CODE: dict[int, type[RequestError]] = {
     error.code.value[0]: error
@@ -44,13 +51,18 @@ _ERROR_OF_CODE: dict[int, type[RequestError]] = {
 }
 
 
+def status_message(error: RequestError) -> str:
+    """The error's message, cut where it is too long for a header."""
+    return _cut(error.message, MAX_MESSAGE_HEADER_BYTES, _message_header_bytes)
+
+
 def to_status(error: RequestError) -> status_pb2.Status:
-    """The rich status of an error."""
-    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    """The rich status of an error, cut to what a header takes: the first violations, the beginnings of long texts."""
+    status = status_pb2.Status(code=error.code.value[0], message=status_message(error))
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN))
     if error.violations:
         bad = error_details_pb2.BadRequest()
-        for violation in error.violations:
+        for violation in _first_violations(error.violations):
             bad.field_violations.add(field=violation.field, description=violation.description)
         status.details.add().Pack(bad)
     if isinstance(error, Overloaded | Unavailable):
@@ -112,3 +124,36 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> RequestError:
 def code_name(error: RequestError) -> str:
     """Name of the status code, such as INVALID_ARGUMENT."""
     return str(code_pb2.Code.Name(error.code.value[0]))
+
+
+def _first_violations(violations: Iterable[Violation]) -> Iterable[Violation]:
+    left = MAX_VIOLATION_BYTES
+    for violation in violations:
+        field = _cut(violation.field, MAX_VIOLATION_FIELD_BYTES, _utf8_bytes)
+        left -= _utf8_bytes(field)
+        if left <= 0:
+            return
+        description = _cut(violation.description, left, _utf8_bytes)
+        left -= _utf8_bytes(description) + 8  # protobuf's tags and lengths
+        yield Violation(field, description)
+
+
+def _cut(text: str, max_bytes: int, size: Callable[[str], float]) -> str:
+    """As much of the text's beginning as fits; looks at no more of it than that."""
+    left: float = max_bytes - size("…")
+    for position, character in enumerate(text):
+        left -= size(character)
+        if left < 0:
+            return f"{text[:position]}…"
+    return text
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
+
+
+def _message_header_bytes(text: str) -> float:
+    """In grpc-message, where a byte that is not plain ASCII takes three, and in base64 among the details."""
+    size = _utf8_bytes(text)
+    plain = text.isascii() and text.isprintable() and "%" not in text
+    return size * (1 if plain else 3) + size * 4 / 3
