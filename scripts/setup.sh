@@ -18,6 +18,9 @@ command -v "$python" >/dev/null || fail "$python is not installed; headrace need
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 install=("${pip[@]}" install --quiet --constraint constraints.txt)
+# Older ones download a whole wheel to tell where it lies, which the demo model's download asks of them.
+"${install[@]}" --upgrade "pip>=25.1,<26.2" 2>/dev/null ||
+  fail "cannot install pip; is a package registry in reach? (pip config list shows which one is used)"
 
 # An open range would pull a CUDA build of several GB. The CPU build comes from the configured index where that has it,
 # else from PyTorch's own; where neither offers one (not every platform has one), the plain release will do.

@@ -52,6 +52,9 @@ class FakeGateway(generation_pb2_grpc.GenerationServiceServicer, models_pb2_grpc
         kind = request.output_kind or pb.OUTPUT_KIND_DELTA
         max_tokens = request.sampling.max_tokens or 16
         n = request.sampling.n or 1
+        if ids[-1:] == [777]:
+            # Before the first message: once the call is over, this generator is not asked for another.
+            context.add_callback(self.cancelled.set)
         outputs = [[len(ids) + 10 * c + i for i in range(max_tokens)] for c in range(n)]
         if request.sampling.HasField("prompt_logprobs"):
             wanted = request.sampling.prompt_logprobs
@@ -70,8 +73,6 @@ class FakeGateway(generation_pb2_grpc.GenerationServiceServicer, models_pb2_grpc
             if ids[-1:] == [666]:
                 _abort(context, InvalidRequest([Violation("prompt", "broke in mid-stream")]))
             if ids[-1:] == [777]:
-                if not context.add_callback(self.cancelled.set):  # the call was over before
-                    self.cancelled.set()
                 self.stall.wait(30)
 
     def _news(self, request, index, ids, first, end, last):
