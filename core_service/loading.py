@@ -1,7 +1,6 @@
 """From a configuration to a loaded core: model, KV cache, scheduler, engine, and the facts that gateways are told."""
 
 import json
-import math
 import os
 import sys
 import uuid
@@ -14,8 +13,9 @@ from headrace.common.contract_version import CONTRACT_VERSION
 from headrace.common.errors import ConfigError
 from headrace.common.model_files import ModelFiles, resolve_model
 from headrace.common.params import ModelLimits
+from headrace.common.params_wire import sampling_from_wire
 from headrace.common.tokenizer_files import TokenizerFiles, load_tokenizer_files
-from headrace.common.v1.params_pb2 import SamplingParams
+from headrace.common.v1 import params_pb2 as pb_params
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import AdmissionLimits
 from headrace.core_service.blob_store import BlobStore
@@ -117,7 +117,7 @@ def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) 
         attention_backend=runner.numerics.attention_backend,
         eos_token_ids=spec.eos_token_ids,
         tasks=["generate"],
-        default_sampling=default_sampling(tokenizer.files.get("generation_config.json", b"{}")),
+        default_sampling=default_sampling(tokenizer.files.get("generation_config.json", b"{}"), limits.model),
         hidden_size=spec.hidden_size,
         max_waiting_requests=limits.max_waiting_requests,
         max_waiting_tokens=limits.max_waiting_tokens,
@@ -125,14 +125,27 @@ def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) 
     return LoadedCore(Engine(scheduler, runner, limits, blobs), blobs, info)
 
 
-def default_sampling(generation_config: bytes) -> SamplingParams:
-    """What unset sampling fields of a request take, from the model's generation_config.json."""
+def default_sampling(generation_config: bytes, limits: ModelLimits) -> pb_params.SamplingParams:
+    """What unset sampling fields of a request take, from the model's generation_config.json.
+
+    What breaks our rules is left out with a warning.
+    """
     config: dict[str, Any] = json.loads(generation_config)
-    result = SamplingParams()
+    result = pb_params.SamplingParams()
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value = config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            setattr(result, name, int(value) if name == "top_k" else value)
+        if value is None:
+            continue
+        one = pb_params.SamplingParams()
+        try:
+            setattr(one, name, value)
+            valid = not sampling_from_wire(one).violations(limits)
+        except (TypeError, ValueError):  # protobuf: of another type, or out of the field's range
+            valid = False
+        if valid:
+            result.MergeFrom(one)
+        else:
+            log.warning("a default of the model's generation_config.json is not valid", name=name, value=value)
     if config.get("repetition_penalty", 1) != 1:
         log.warning("the model's default repetition_penalty is not applied", value=config["repetition_penalty"])
     return result

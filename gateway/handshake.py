@@ -2,6 +2,8 @@
 
 from headrace.common.contract_version import CONTRACT_VERSION
 from headrace.common.errors import FailedPrecondition
+from headrace.common.params import ModelLimits, SamplingParams
+from headrace.common.params_wire import sampling_from_wire
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
 
 
@@ -26,6 +28,13 @@ def check_facts(info: core_pb.CoreInfo) -> None:
     for name, least in (("vocab_size", 1), ("max_model_len", 2), ("block_size", 1), ("num_blocks", 1)):
         if (value := getattr(info, name)) < least:
             raise FailedPrecondition(f"the core says {name} = {value}, which can serve nothing", reason="BAD_CORE_INFO")
+    # Requests take these where they say nothing; their clients must not be blamed for them.
+    limits = ModelLimits(info.vocab_size, info.max_model_len, info.max_logprobs)
+    if broken := sampling_from_wire(info.default_sampling, SamplingParams()).violations(limits):
+        listed = "; ".join(f"{v.field}: {v.description}" for v in broken)
+        raise FailedPrecondition(
+            f"the core's default sampling parameters are not valid: {listed}", reason="BAD_CORE_INFO"
+        )
 
 
 def check_same_model(info: core_pb.CoreInfo, model: str, tokenizer_digest: str) -> None:

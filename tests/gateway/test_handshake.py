@@ -39,3 +39,13 @@ def test_a_core_that_can_serve_nothing_is_refused_by_name(name: str) -> None:
     setattr(info, name, getattr(info, name) - 1)
     with pytest.raises(FailedPrecondition, match=name):
         check_facts(info)
+
+
+def test_a_core_with_default_parameters_that_no_request_may_have_is_refused_by_name() -> None:
+    info = core_pb.CoreInfo(vocab_size=10, max_model_len=20, block_size=1, num_blocks=1)
+    info.default_sampling.temperature = 0.6
+    check_facts(info)
+    info.default_sampling.temperature = float("nan")
+    info.default_sampling.stop_token_ids.append(10)
+    with pytest.raises(FailedPrecondition, match=r"sampling\.temperature.*sampling\.stop_token_ids"):
+        check_facts(info)
