@@ -24,6 +24,7 @@ from headrace.common.errors import (
     Unavailable,
     Violation,
 )
+from headrace.common.params_wire import duration
 from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import refusal
@@ -95,9 +96,7 @@ class GatewayStream:
 
     def drain(self, grace_s: float) -> None:
         """Tells the gateway that this core is going away."""
-        message = pb.ConnectResponse()
-        message.draining.grace.FromNanoseconds(int(grace_s * 1e9))
-        self._outbox.offer(message)
+        self._outbox.offer(pb.ConnectResponse(draining=pb.Draining(grace=duration(grace_s))))
 
     def end(self, error: RequestError) -> None:
         """Ends the stream with a status once everything before it is written."""

@@ -107,10 +107,6 @@ class Scheduler:
             for sequence in request.sequences:
                 self._finish(sequence, reason, outputs)
 
-    def next_expiry(self) -> float | None:
-        """When `expire` has something to do again, if ever."""
-        return self._timers.next_expiry()
-
     def schedule(self, now: float, outputs: EngineOutputs) -> PlannedStep | None:
         """Plans the next step; None if nothing can run. Sequences that ended while planning go to `outputs`."""
         if not self.has_work:

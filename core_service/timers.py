@@ -36,10 +36,6 @@ class RequestTimers:
         del self._entries[:count]
         return over
 
-    def next_expiry(self) -> float | None:
-        """Time of the first timer."""
-        return self._entries[0][0] if self._entries else None
-
 
 def _entries(request: Request) -> list[_Entry]:
     entries: list[_Entry] = []

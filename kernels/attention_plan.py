@@ -23,7 +23,7 @@ Int64Array = NDArray[np.int64]
 PADDED_PAGES = np.array(sorted({step << k for k in range(24) for step in (2, 3)} | {1}))
 # Keys gathered at once for a group of decodes; bounds the memory of the gathered copies.
 MAX_GATHERED_KEYS = 65_536
-# Queries of a prompt chunk that share one mask; bounds its memory, and skips keys that none of them sees.
+# Queries of a prompt chunk that share one mask, which leaves out the keys that none of them sees.
 QUERY_TILE = 512
 MASKED = float("-inf")
 
@@ -43,7 +43,7 @@ class QueryTile:
 
     tokens: slice  # flat token indices
     keys: slice  # among the gathered keys of the sequence
-    mask: torch.Tensor | None  # [queries, keys] in the compute type; None: all keys are seen
+    mask: torch.Tensor  # [queries, keys] in the compute type: 0 where a key is seen, else -inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         # weight [out_features, in_features], bias [out_features]
-        self.out_features, self.in_features = weight.shape
         self.packed = can_pack(weight.dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
         self._bias = bias

@@ -50,14 +50,6 @@ class Checkpoint(ABC):
         self._read.add(name)
         return self._load(name, dtype)
 
-    def has(self, name: str) -> bool:
-        """Whether the file holds a tensor of this name."""
-        try:
-            self.shape_of(name)
-        except KeyError:
-            return False
-        return True
-
     def check_all_read(self) -> None:
         """ModelLoadError when the file holds weights that the model did not ask for: they would be ignored silently."""
         ignored = {"lm_head.weight"} if self.spec.tie_word_embeddings else set()

@@ -100,7 +100,7 @@ class Harness:
         self.scheduler.check_integrity()
         assert not self.scheduler.has_work
         assert self.manager.num_free == self.manager.num_usable
-        assert self.scheduler.next_expiry() is None
+        assert not len(self.scheduler._timers)
 
     def _check_context(self, batch, seq, owner):
         """The new tokens of a batch are the sequence's own, at their places."""

@@ -11,6 +11,7 @@ import grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.common.errors import RequestError
+from headrace.common.token_table import byte_alphabet
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
 from headrace.gateway.config import GatewayConfig, LimitsConfig, ServerConfig
@@ -33,15 +34,8 @@ TEMPLATE = (
 )
 
 
-def byte_level_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(NUM_BYTES) if b not in printable]
-    return [chr(b) if b in printable else chr(NUM_BYTES + others.index(b)) for b in range(NUM_BYTES)]
-
-
 def byte_tokenizer_files(template: str = TEMPLATE) -> TokenizerFiles:
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(byte_level_characters())}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in byte_alphabet().items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|turn|>", special=True)])
