@@ -11,6 +11,7 @@ from headrace.common.params_wire import duration, sampling_from_wire, seconds
 from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.batch import Int32Array
+from headrace.core_service.block_keys import BlockKeys
 from headrace.core_service.request import ClientId, Request, Sequence
 
 REFUSALS_PER_MESSAGE = 32
@@ -162,7 +163,7 @@ def _build(
         received=now,
         deadline=now + seconds(message.timeout) if message.HasField("timeout") else None,
         time_limit=arrival + params.time_limit_s if params.time_limit_s is not None else None,
-        cache_salt=message.cache_salt,
+        block_keys=BlockKeys((("cache_salt", message.cache_salt),) if message.cache_salt else ()),
     )
     request.sequences = [
         Sequence(request, slot=child.slot, index=child.index, seed=child.seed, output=output)

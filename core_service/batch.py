@@ -14,6 +14,7 @@ side by side in the flat arrays:
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,52 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 UInt64Array = NDArray[np.uint64]
 FloatArray = NDArray[np.float32]
+
+# In place of a drawn token:
+NOT_FINITE = -1  # the row's logits are not finite
+NOTHING_ALLOWED = -2  # what the request allows leaves no token
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """What changes a sequence's logits before every draw; the same for all of its life."""
+
+    allowed_ids: Int32Array | None = None  # only these may be drawn
+    bad_words: tuple[Int32Array, ...] = ()  # token sequences that must not appear in the output
+    bias_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    bias_values: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))  # one for each of bias_ids
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def need_history(self) -> bool:
+        """True if they depend on the tokens before."""
+        return bool(
+            self.bad_words or self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHistory:
+    """The tokens before the one that is drawn."""
+
+    prompt_ids: Int32Array  # [prompt_len]
+    output_ids: Int32Array  # [num_output]
+
+
+class GrammarMasks(Protocol):
+    """Which tokens the grammars of some rows allow; worked out on other threads while the model computes."""
+
+    @property
+    def rows(self) -> Int32Array:
+        """Positions in the samples, [num_rows], rising."""
+        ...
+
+    def wait(self) -> Int32Array:
+        """Bit masks, int32 [num_rows, ceil(vocab_size / 32)]: token t of a row is allowed if bit t % 32 of word t // 32
+        is set. Blocks until they are there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +86,9 @@ class SamplingColumns:
     output_position: Int32Array  # index of the drawn token in its output: with the seed, the key of its random number
     num_logprobs: Int32Array  # -1: none; k: the drawn token and the k most likely
     forbidden_ids: dict[int, Int32Array] = field(default_factory=dict)  # stop tokens of rows below min_tokens
+    edits: dict[int, LogitEdits] = field(default_factory=dict)
+    histories: dict[int, TokenHistory] = field(default_factory=dict)  # of the rows whose edits need it
+    grammar: GrammarMasks | None = None
     logprob_ids: dict[int, Int32Array] = field(default_factory=dict)  # ids whose log-probabilities are wanted too
 
 
@@ -49,7 +99,9 @@ class PromptLogprobRange:
     seq: int  # position in the batch
     first: int  # first flat token index
     target_ids: Int32Array  # [n] the actual next prompt token of flat tokens first .. first+n-1
+    first_position: int  # prompt position of target_ids[0]
     num_logprobs: int  # the actual token and this many most likely
+    more_ids: Int32Array | None = None  # ids whose log-probabilities are wanted too, at every position
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +151,6 @@ class LogprobRows:
 class StepResult:
     """What the runner computed for a batch."""
 
-    token_ids: Int32Array  # [num_samples]; -1: the row's logits allow no draw, and its sequence must end with an error
+    token_ids: Int32Array  # [num_samples]; NOT_FINITE or NOTHING_ALLOWED: the sequence must end with an error
     logprobs: LogprobRows | None = None  # rows index the samples
     prompt_logprobs: tuple[LogprobRows, ...] = ()  # one for each PromptLogprobRange, rows 0 .. n-1

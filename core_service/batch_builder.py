@@ -89,6 +89,7 @@ def _prompt_logprobs(
                     seq=seq,
                     first=int(query_start[seq]) + first_target - 1 - int(computed[seq]),
                     target_ids=request.prompt[first_target:end_target],
+                    first_position=first_target,
                     num_logprobs=request.params.prompt_logprobs,
                 )
             )

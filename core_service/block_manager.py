@@ -14,8 +14,9 @@ back, so cached content is evicted last, oldest first, and the end of a prefix b
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from headrace.core_service.block_keys import BlockKeys, ExtraKey
 from headrace.core_service.free_blocks import FreeBlockQueue
-from headrace.core_service.prefix_cache import ROOT, ExtraKey, PrefixCache
+from headrace.core_service.prefix_cache import ROOT, PrefixCache
 
 
 class BlockManager:
@@ -40,14 +41,14 @@ class BlockManager:
         """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def find_cached(self, tokens: bytes, num_tokens: int, extra: ExtraKey) -> tuple[list[int], int]:
+    def find_cached(self, tokens: bytes, num_tokens: int, keys: BlockKeys) -> tuple[list[int], int]:
         """The longest cached prefix (block ids and last prefix node); changes nothing.
 
         At most num_tokens - 1 tokens count, since the last one must be computed to get its logits.
         """
         if not self._caching:
             return [], ROOT
-        return self._cache.match(tokens, (num_tokens - 1) // self.block_size, extra)
+        return self._cache.match(tokens, (num_tokens - 1) // self.block_size, keys)
 
     def allocate(self, num_new: int, shared: Sequence[int] = ()) -> list[int] | None:
         """Takes a reference to each of `shared` and `num_new` fresh blocks; returns the fresh ones.

@@ -11,10 +11,11 @@ twice sits in two blocks of one node.
 
 from dataclasses import dataclass
 
+from headrace.core_service.block_keys import BlockKeys, ExtraKey
+
 ROOT = 0  # parent of every first block
 BYTES_PER_TOKEN = 4  # token ids as int32
 
-ExtraKey = tuple[tuple[str, str], ...]  # typed, so that a salt never equals an adapter of the same name
 _Key = tuple[int, ExtraKey, bytes]
 
 
@@ -41,22 +42,20 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._node_of_block)
 
-    def match(self, tokens: bytes, max_blocks: int, extra: ExtraKey) -> tuple[list[int], int]:
-        """Blocks that hold the longest cached prefix of `tokens` (int32 ids), at most `max_blocks`, and its last node.
-
-        `extra` belongs to the first block and so isolates the whole chain.
-        """
+    def match(self, tokens: bytes, max_blocks: int, keys: BlockKeys) -> tuple[list[int], int]:
+        """Blocks that hold the longest cached prefix of `tokens` (int32 ids), at most `max_blocks`, and its last
+        node."""
         blocks: list[int] = []
         parent = ROOT
         size = self._bytes_per_block
         nodes = self._nodes
-        for start in range(0, max_blocks * size, size):
-            node = nodes.get((parent, extra, tokens[start : start + size]))
+        for position in range(max_blocks):
+            start = position * size
+            node = nodes.get((parent, keys.of_block(position), tokens[start : start + size]))
             if node is None:
                 break
             blocks.append(node.blocks[0])
             parent = node.id
-            extra = ()
         return blocks, parent
 
     def store(self, block: int, parent: int, extra: ExtraKey, tokens: bytes) -> int | None:
@@ -66,7 +65,7 @@ class PrefixCache:
         """
         if parent != ROOT and parent < self._oldest_valid_id:
             return None
-        key = (parent, extra if parent == ROOT else (), tokens)
+        key = (parent, extra, tokens)
         node = self._nodes.get(key)
         if node is None:
             node = _Node(self._next_id, key, [])

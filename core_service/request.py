@@ -16,7 +16,8 @@ from enum import Enum
 import numpy as np
 
 from headrace.common.params import SamplingParams
-from headrace.core_service.batch import Int32Array
+from headrace.core_service.batch import Int32Array, LogitEdits
+from headrace.core_service.block_keys import BlockKeys
 
 ClientId = int
 
@@ -46,7 +47,8 @@ class Request:
     received: float  # when the core got it
     deadline: float | None = None
     time_limit: float | None = None
-    cache_salt: str = ""
+    block_keys: BlockKeys = field(default_factory=BlockKeys)
+    edits: LogitEdits | None = None  # what changes the logits of every draw
     serial: int = 0  # given by the scheduler in the order of adding
     sequences: list["Sequence"] = field(default_factory=list)
     followers: deque["Sequence"] = field(default_factory=deque)  # wait for the leader's prompt; some may have ended

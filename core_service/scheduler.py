@@ -20,7 +20,7 @@ from headrace.core_service.batch import Int32Array, ScheduledBatch, StepResult
 from headrace.core_service.batch_builder import build_batch
 from headrace.core_service.block_manager import BlockManager
 from headrace.core_service.engine_outputs import EngineOutputs, PromptLogprobs
-from headrace.core_service.prefix_cache import ROOT, ExtraKey
+from headrace.core_service.prefix_cache import ROOT
 from headrace.core_service.request import Request, Sequence, SequenceState
 from headrace.core_service.sequence_table import SequenceTable
 from headrace.core_service.timers import RequestTimers
@@ -211,7 +211,7 @@ class Scheduler:
         node = ROOT
         if request.reads_prefix_cache:
             tokens = request.prompt.tobytes() + sequence.output.tobytes()
-            cached, node = self.blocks.find_cached(tokens, num_tokens, _extra_key(request))
+            cached, node = self.blocks.find_cached(tokens, num_tokens, request.block_keys)
         if len(held) > len(cached):
             # Forked: the leader's blocks are held already, though the cache may not know them (then neither ours).
             cached, node = held, ROOT
@@ -269,7 +269,9 @@ class Scheduler:
                 if node is None or (node == ROOT and position > 0):
                     break  # its beginning is not in the cache, so nothing after it can be found
                 tokens = table.token_ids[row, position * size : (position + 1) * size].tobytes()
-                node = self.blocks.store(int(table.block_table[row, position]), node, _extra_key(request), tokens)
+                node = self.blocks.store(
+                    int(table.block_table[row, position]), node, request.block_keys.of_block(position), tokens
+                )
             table.prefix_node[row] = ROOT if node is None else node
             table.num_stored[row] = end
 
@@ -305,8 +307,8 @@ class Scheduler:
             if len(rows.rows) < len(wanted.target_ids):
                 failed.append(sequence)
                 continue
-            outputs.prompt_logprobs.append(PromptLogprobs(sequence, request.prompt_logprobs_sent, rows))
-            request.prompt_logprobs_sent += len(wanted.target_ids)
+            outputs.prompt_logprobs.append(PromptLogprobs(sequence, wanted.first_position, rows))
+            request.prompt_logprobs_sent = wanted.first_position + len(wanted.target_ids)
         return failed
 
     def _note_token_times(self, rows: Int32Array, now: float) -> None:
@@ -378,8 +380,3 @@ class Scheduler:
         self.blocks.free(self._table.blocks_of(row))
         self._table.remove(row)
         self._running = self._running[self._running != row]
-
-
-def _extra_key(request: Request) -> ExtraKey:
-    """What else the content of a request's first block depends on."""
-    return (("cache_salt", request.cache_salt),) if request.cache_salt else ()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.common.params import SamplingParams
+from headrace.core_service.block_keys import BlockKeys
 from headrace.core_service.block_manager import BlockManager
 from headrace.core_service.engine_outputs import EngineOutputs
 from headrace.core_service.fakes import FakeRunner
@@ -35,7 +36,7 @@ def make_request(rng, now, slot):
         arrival=now,
         received=now,
         deadline=now + rng.randint(1, 60) if rng.random() < 0.2 else None,
-        cache_salt=rng.choice(["", "", "tenant"]),
+        block_keys=BlockKeys(rng.choice([(), (), (("cache_salt", "tenant"),)])),
     )
     request.sequences = [Sequence(request, slot=slot + i, index=i, seed=i) for i in range(params.n)]
     return request

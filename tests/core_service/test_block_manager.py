@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.core_service.block_keys import BlockKeys
 from headrace.core_service.block_manager import BlockManager
 from headrace.core_service.prefix_cache import ROOT
 
@@ -21,14 +22,14 @@ def as_bytes(tokens):
 
 def run_sequence(manager, tokens, extra=()):
     """Allocates a sequence as the scheduler does and stores its full blocks; returns (blocks, blocks that hit)."""
-    cached, node = manager.find_cached(as_bytes(tokens), len(tokens), extra)
+    cached, node = manager.find_cached(as_bytes(tokens), len(tokens), BlockKeys(extra))
     fresh = manager.allocate(manager.blocks_for(len(tokens)) - len(cached), cached)
     if fresh is None:
         return None
     blocks = [*cached, *fresh]
     for i in range(len(cached), len(tokens) // manager.block_size):
         piece = tokens[i * manager.block_size : (i + 1) * manager.block_size]
-        node = manager.store(blocks[i], node, extra, as_bytes(piece))
+        node = manager.store(blocks[i], node, BlockKeys(extra).of_block(i), as_bytes(piece))
     return blocks, cached
 
 
@@ -76,7 +77,7 @@ def test_reused_block_loses_its_old_content():
     manager.free(blocks)
     blocks, _ = run_sequence(manager, [5, 6])
     manager.free(blocks)
-    assert manager.find_cached(as_bytes(range(17)), 17, ()) == ([], ROOT)
+    assert manager.find_cached(as_bytes(range(17)), 17, BlockKeys()) == ([], ROOT)
 
 
 def test_a_hit_block_is_never_the_one_evicted_for_the_same_request():
@@ -105,10 +106,10 @@ def test_salts_isolate_and_only_the_first_block_names_them():
     tokens = list(range(50))
     one = (("cache_salt", "one"),)
     run_sequence(manager, tokens, one)
-    assert manager.find_cached(as_bytes(tokens), 50, one)[0] == [1, 2, 3]
-    assert manager.find_cached(as_bytes(tokens), 50, (("cache_salt", "two"),))[0] == []
-    assert manager.find_cached(as_bytes(tokens), 50, (("adapter", "one"),))[0] == []
-    assert manager.find_cached(as_bytes(tokens), 50, ())[0] == []
+    assert manager.find_cached(as_bytes(tokens), 50, BlockKeys(one))[0] == [1, 2, 3]
+    assert manager.find_cached(as_bytes(tokens), 50, BlockKeys((("cache_salt", "two"),)))[0] == []
+    assert manager.find_cached(as_bytes(tokens), 50, BlockKeys((("adapter", "one"),)))[0] == []
+    assert manager.find_cached(as_bytes(tokens), 50, BlockKeys())[0] == []
 
 
 def test_no_room_changes_nothing():
@@ -125,16 +126,16 @@ def test_no_room_changes_nothing():
 def test_the_last_token_is_never_a_hit():
     manager = make_manager()
     run_sequence(manager, list(range(32)))
-    assert len(manager.find_cached(as_bytes(range(32)), 32, ())[0]) == 1
-    assert len(manager.find_cached(as_bytes(range(33)), 33, ())[0]) == 2
+    assert len(manager.find_cached(as_bytes(range(32)), 32, BlockKeys())[0]) == 1
+    assert len(manager.find_cached(as_bytes(range(33)), 33, BlockKeys())[0]) == 2
 
 
 def test_reset_forgets_content_but_not_holders():
     manager = make_manager()
     blocks, _ = run_sequence(manager, list(range(48)))
-    _, node = manager.find_cached(as_bytes(range(49)), 49, ())
+    _, node = manager.find_cached(as_bytes(range(49)), 49, BlockKeys())
     assert manager.reset_prefix_cache() == 3
-    assert manager.find_cached(as_bytes(range(49)), 49, ())[0] == []
+    assert manager.find_cached(as_bytes(range(49)), 49, BlockKeys())[0] == []
     # What would hang on a forgotten prefix is not stored either.
     assert manager.store(blocks[0], node, (), as_bytes(range(16))) is None
     manager.check_integrity([blocks])
@@ -150,7 +151,7 @@ def test_equal_content_in_two_blocks_is_found_as_long_as_one_lives():
     assert manager.store(first[0], ROOT, (), tokens) == manager.store(second[0], ROOT, (), tokens)
     manager.free(first)
     manager.allocate(9)  # evicts the first copy
-    assert manager.find_cached(as_bytes(range(17)), 17, ())[0] == second
+    assert manager.find_cached(as_bytes(range(17)), 17, BlockKeys())[0] == second
 
 
 def test_freeing_what_is_not_held_is_an_error():

@@ -92,7 +92,7 @@ def make_batch(
     if prompt_logprobs is not None:
         for i, (c, size) in enumerate(work):
             targets = np.array(c.token_ids[c.done + 1 : c.done + size + 1], dtype=np.int32)
-            ranges.append(PromptLogprobRange(i, int(starts[i]), targets, prompt_logprobs))
+            ranges.append(PromptLogprobRange(i, int(starts[i]), targets, 1, prompt_logprobs))
     slots = [
         c.blocks[p // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + p % BLOCK_SIZE
         for (c, _), p in zip(work, positions, strict=True)
