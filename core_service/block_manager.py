@@ -50,13 +50,17 @@ class BlockManager:
             return [], ROOT
         return self._cache.match(tokens, (num_tokens - 1) // self.block_size, keys)
 
-    def allocate(self, num_new: int, shared: Sequence[int] = ()) -> list[int] | None:
+    def num_unshared(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks, held once by the caller, nobody else holds."""
+        return sum(1 for block in blocks if self._references[block] == 1)
+
+    def allocate(self, num_new: int, shared: Sequence[int] = (), *, keep_free: int = 0) -> list[int] | None:
         """Takes a reference to each of `shared` and `num_new` fresh blocks; returns the fresh ones.
 
-        Returns None, and changes nothing, if there is no room.
+        Returns None, and changes nothing, if fewer than `keep_free` blocks would be left.
         """
         revived = sum(1 for block in shared if self._references[block] == 0)
-        if num_new > len(self._free) - revived:
+        if num_new + keep_free > len(self._free) - revived:
             return None
         for block in shared:
             if self._references[block] == 0:

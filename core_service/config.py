@@ -70,6 +70,46 @@ class SchedulerConfig(Section):
 
     max_num_seqs: int = setting(256, help="most requests that run at once", low=1, high=65536)
     max_num_batched_tokens: int = setting(2048, help="token budget of a step", low=1)
+    enable_chunked_prefill: bool = setting(
+        True, help="compute long prompts in pieces; if not, a prompt waits until a step has room for all of it"
+    )
+    long_prefill_token_threshold: int = setting(
+        0,
+        help="most tokens of one prompt in a step while others want their share too; 0 is no limit",
+        low=0,
+    )
+    policy: str = setting(
+        "priority",
+        help="who goes first: by priority, then by arrival; or by arrival only",
+        choices=("priority", "fcfs"),
+    )
+    priority_ageing: float = setting(
+        30.0,
+        help="a request that has waited this long counts as one step of priority more important; 0 switches it off",
+        unit=Unit.SECONDS,
+        low=0,
+        high=86400,
+    )
+    preemption_victim: str = setting(
+        "last",
+        help="who is preempted when blocks run out: the last in order, or of the least important the cheapest one",
+        choices=("last", "cheapest"),
+    )
+    watermark: float = setting(
+        0.0, help="share of the KV blocks that admitting a request must leave free while others run", low=0, high=1
+    )
+    async_scheduling: str = setting(
+        "auto",
+        help="plan the next step while one computes; auto does so where the device computes beside the CPU",
+        choices=("auto", "on", "off"),
+    )
+    max_waiting_time: float = setting(
+        0.0,
+        help="how long a request may wait to be scheduled before it is refused; 0 is no limit",
+        unit=Unit.SECONDS,
+        low=0,
+        high=86400 * 7,
+    )
     max_waiting_requests: int = setting(4096, help="most requests that wait; 0 is no limit", low=0)
     max_waiting_tokens: int = setting(0, help="most prompt tokens that wait; 0 is no limit", low=0)
 

@@ -17,15 +17,19 @@ from typing import Any, Protocol
 import structlog
 from google.rpc import code_pb2
 
-from headrace.common.errors import EngineDeadError, InternalError, RequestError
+from headrace.common.errors import EngineDeadError, InternalError, RequestError, Unimplemented
+from headrace.common.params import StructuredOutputsParams
 from headrace.common.params_wire import duration
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import AdmissionLimits, check_queue, read_request, refusal
 from headrace.core_service.batch import ScheduledBatch, StepResult
 from headrace.core_service.blob_store import BlobStore
 from headrace.core_service.engine_outputs import EngineOutputs
+from headrace.core_service.execution_lane import BackgroundLane, InlineLane
+from headrace.core_service.grammar import CompiledGrammar, GrammarBackend
+from headrace.core_service.planned_step import PlannedStep
 from headrace.core_service.progress import ProgressWatch
-from headrace.core_service.request import ClientId, Sequence
+from headrace.core_service.request import ClientId, Request, Sequence
 from headrace.core_service.scheduler import Scheduler
 from headrace.core_service.step_messages import step_messages
 
@@ -46,6 +50,12 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _StepUnderWay:
+    step: PlannedStep
+    result: "Future[StepResult]"
+
+
 @dataclass(slots=True)
 class _Client:
     """A gateway's stream."""
@@ -63,10 +73,17 @@ class Engine:
         runner: Runner,
         limits: AdmissionLimits,
         blobs: BlobStore,
+        *,
+        grammars: GrammarBackend | None = None,
+        overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With `overlap` the next step is planned while one computes. `grammars` is the scheduler's own."""
         self._scheduler = scheduler
-        self._runner = runner
+        self._lane = BackgroundLane(runner.execute) if overlap else InlineLane(runner.execute)
+        self._overlap = overlap
+        self._under_way: _StepUnderWay | None = None
+        self._grammars = grammars
         self._limits = limits
         self._blobs = blobs
         self._clock = clock
@@ -171,29 +188,58 @@ class Engine:
             return False
         now = self._clock()
         self._scheduler.expire(now, outputs)
-        step = self._scheduler.schedule(now, outputs)
-        self._stalled = step is None and self._scheduler.has_work
-        if step is not None:
-            self._progress.step_started(step.batch.num_tokens)
-            result = self._runner.execute(step.batch)
-            self._scheduler.update(step, result, self._clock(), outputs)
-            self._progress.step_finished()
-        self._progress.set_pending(self._scheduler.has_work)
+        planned = self._scheduler.schedule(now, outputs)
+        finished = self._collect()
+        if planned is not None:
+            self._start(planned)
+        if not self._overlap:
+            finished = self._collect()
+        if finished is not None:
+            self._scheduler.update(*finished, self._clock(), outputs)
+        self._stalled = planned is None and finished is None and self._scheduler.has_work
+        self._progress.set_pending(self._has_work)
         self._publish(outputs)
         return True
 
+    @property
+    def _has_work(self) -> bool:
+        return self._under_way is not None or self._scheduler.has_work
+
+    def _start(self, planned: PlannedStep) -> None:
+        batch = self._scheduler.launch(planned)
+        self._progress.step_started(batch.num_tokens)
+        self._under_way = _StepUnderWay(planned, self._lane.submit(batch))
+
+    def _collect(self) -> tuple[PlannedStep, StepResult] | None:
+        """Waits for the step under way, if there is one, and lets the next one read its tokens."""
+        if self._under_way is None:
+            return None
+        step, result = self._under_way.step, self._under_way.result.result()
+        self._under_way = None
+        self._scheduler.take_tokens(step, result)
+        self._progress.step_finished()
+        return step, result
+
     def _take_inbox(self, outputs: EngineOutputs) -> bool:
         """Runs all commands that are there, waiting for one if there is nothing else to do; False to stop."""
-        block = not self._scheduler.has_work or self._stalled
+        block = not self._has_work or self._stalled
         while True:
             try:
-                command = self._inbox.get(block, STALLED_WAIT_S if self._stalled else None)
+                command = self._inbox.get(block, self._longest_wait()) if block else self._inbox.get_nowait()
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command(outputs)
             block = False
+
+    def _longest_wait(self) -> float | None:
+        """How long to wait for news, in seconds; None: for ever. Requests that wait for a grammar can expire, too."""
+        expiry = self._scheduler.next_expiry
+        until_expiry = None if expiry is None else max(expiry - self._clock(), 0.0)
+        if not self._stalled:
+            return until_expiry
+        return STALLED_WAIT_S if until_expiry is None else min(until_expiry, STALLED_WAIT_S)
 
     def _publish(self, outputs: EngineOutputs) -> None:
         self._stats = self._current_stats()
@@ -218,6 +264,8 @@ class Engine:
                 if self._refusing is not None:
                     raise self._refusing
                 request = read_request(message, client, self._limits, self._clock())
+                if request.params.structured_outputs is not None and self._grammars is None:
+                    raise Unimplemented("this core compiles no grammars", reason="FEATURE_NOT_SUPPORTED")
                 if not message.resumes:
                     check_queue(self._scheduler.num_waiting, self._scheduler.num_waiting_tokens, request, self._limits)
             except RequestError as error:
@@ -227,9 +275,30 @@ class Engine:
                 log.exception("request could not be read", internal_id=message.internal_id, exc_info=error)
                 self._refuse(client, message, InternalError("the core could not read the request; its log says why"))
                 continue
+            request.awaits_grammar = request.params.structured_outputs is not None
             self._scheduler.add(request)
             state.sequences.update((sequence.slot, sequence) for sequence in request.sequences)
-        self._progress.set_pending(self._scheduler.has_work)
+            if request.params.structured_outputs is not None:
+                self._compile_grammar(request, request.params.structured_outputs)
+        self._progress.set_pending(self._has_work)
+
+    def _compile_grammar(self, request: Request, constraint: StructuredOutputsParams) -> None:
+        assert self._grammars is not None, "refused before"
+        compiled = self._grammars.compile(constraint, request.grammar_after, request.eos_token_ids)
+        # On a thread of the compiler; a dead engine needs no news.
+        compiled.add_done_callback(lambda done: self._inbox.put(lambda out: self._take_grammar(request, done, out)))
+
+    def _take_grammar(self, request: Request, compiled: "Future[CompiledGrammar]", outputs: EngineOutputs) -> None:
+        error = compiled.exception()
+        if error is None:
+            self._scheduler.grammar_ready(request, compiled.result(), outputs)
+        elif isinstance(error, RequestError):
+            self._scheduler.grammar_failed(request, error, outputs)
+        else:
+            log.error("grammar compiler failed", internal_id=request.internal_id, exc_info=error)
+            self._scheduler.grammar_failed(
+                request, InternalError("the core could not compile the grammar; its log says why"), outputs
+            )
 
     def _refuse(self, client: ClientId, message: pb.EngineCoreRequest, error: RequestError) -> None:
         for outputs in refusal(message, error):

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from google.rpc import code_pb2
+from numpy.typing import NDArray
 
 from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_service.batch import Int32Array, LogprobRows, StepResult
+from headrace.core_service.draw_facts import DrawFacts
 from headrace.core_service.request import Sequence
-from headrace.core_service.sequence_table import SequenceTable
 
 _CODE_OF_REASON = {
     FinishReason.FINISH_REASON_ABORT: code_pb2.CANCELLED,
@@ -30,6 +31,7 @@ class FinishedSequence:
     stop_token_id: int | None = None
     code: int = code_pb2.OK
     message: str = ""
+    retryable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +59,21 @@ class EngineOutputs:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.finished: list[FinishedSequence] = []
 
-    def set_tokens(self, table: SequenceTable, rows: Int32Array, result: StepResult) -> None:
-        """The tokens drawn for `rows`, before they are appended; a negative one is a failed draw and is left out."""
-        self.logprobs = result.logprobs
-        logprob_rows = np.full(len(rows), -1, np.int32)
+    def set_tokens(
+        self, draws: DrawFacts, positions: Int32Array, result: StepResult, delivered: NDArray[np.bool_]
+    ) -> None:
+        """The tokens drawn at `positions` [num_samples] of their outputs; those outside the mask are left out."""
+        logprob_rows = np.full(len(delivered), -1, np.int32)
         if result.logprobs is not None:
             logprob_rows[result.logprobs.rows] = np.arange(len(result.logprobs.rows), dtype=np.int32)
-        good = result.token_ids >= 0
-        if not good.all():
-            rows, logprob_rows = rows[good], logprob_rows[good]
-        self.clients, self.slots = table.client[rows], table.slot[rows]
-        self.token_ids = result.token_ids[good]
-        self.positions = table.num_tokens[rows] - table.prompt_len[rows]
-        self.logprob_rows = logprob_rows
+        self.logprobs = result.logprobs
+        if delivered.all():
+            self.clients, self.slots, self.token_ids = draws.client, draws.slot, result.token_ids
+            self.positions, self.logprob_rows = positions, logprob_rows
+        else:
+            self.clients, self.slots = draws.client[delivered], draws.slot[delivered]
+            self.token_ids = result.token_ids[delivered]
+            self.positions, self.logprob_rows = positions[delivered], logprob_rows[delivered]
 
     def finish(
         self,
@@ -79,6 +83,7 @@ class EngineOutputs:
         stop_token_id: int | None = None,
         code: int | None = None,
         message: str | None = None,
+        retryable: bool = False,
     ) -> None:
         """Adds a terminal record; code and message default to what the reason means."""
         self.finished.append(
@@ -88,5 +93,6 @@ class EngineOutputs:
                 stop_token_id,
                 _CODE_OF_REASON.get(reason, code_pb2.OK) if code is None else code,
                 _MESSAGE_OF_REASON.get(reason, "") if message is None else message,
+                retryable,
             )
         )

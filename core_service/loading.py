@@ -91,11 +91,15 @@ def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) 
     blocks = BlockManager(
         runner.num_blocks, runner.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
     )
-    scheduler = Scheduler(
-        blocks,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-    )
+    budget = config.scheduler.max_num_batched_tokens
+    if not config.scheduler.enable_chunked_prefill and budget < max_model_len:
+        raise ConfigError(
+            [
+                f"max_num_batched_tokens: must be at least max_model_len = {max_model_len} where "
+                f"enable_chunked_prefill is off; got {budget}"
+            ]
+        )
+    scheduler = Scheduler(blocks, config.scheduler)
     blobs = BlobStore(MAX_BLOB_BYTES)
     info = pb.CoreInfo(
         contract_version=CONTRACT_VERSION,
@@ -122,7 +126,8 @@ def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) 
         max_waiting_requests=limits.max_waiting_requests,
         max_waiting_tokens=limits.max_waiting_tokens,
     )
-    return LoadedCore(Engine(scheduler, runner, limits, blobs), blobs, info)
+    overlap = config.scheduler.async_scheduling == "on"
+    return LoadedCore(Engine(scheduler, runner, limits, blobs, overlap=overlap), blobs, info)
 
 
 def default_sampling(generation_config: bytes, limits: ModelLimits) -> pb_params.SamplingParams:

@@ -6,7 +6,9 @@ the prompt's blocks: the first one to run (the leader) computes the prompt, the 
     WAITING ──admitted──▶ RUNNING ──ends──▶ FINISHED
        ▲                     │
        └─────preempted───────┘        (blocks freed; prompt and output are computed again, mostly from the prefix cache)
-    FOLLOWING ──leader has computed the prompt──▶ WAITING (holding the shared blocks)
+    HELD ──the grammar is compiled, and the leader's step that completes the prompt is planned──▶ WAITING
+
+A fork waits with a reference to the prompt's blocks.
 """
 
 from collections import deque
@@ -18,14 +20,16 @@ import numpy as np
 from headrace.common.params import SamplingParams
 from headrace.core_service.batch import Int32Array, LogitEdits
 from headrace.core_service.block_keys import BlockKeys
+from headrace.core_service.grammar import Grammar
 
 ClientId = int
+QueueKey = tuple[bool, float, float, int, int]
 
 
 class SequenceState(Enum):
     """Where a sequence is in its life."""
 
-    FOLLOWING = "following"
+    HELD = "held"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -47,11 +51,15 @@ class Request:
     received: float  # when the core got it
     deadline: float | None = None
     time_limit: float | None = None
+    queue_limit: float | None = None  # when it ends unless it has been scheduled
+    resumed: bool = False  # it ran on another core before
+    awaits_grammar: bool = False
+    grammar_after: tuple[int, ...] = ()  # the grammar takes hold after these output tokens
     block_keys: BlockKeys = field(default_factory=BlockKeys)
     edits: LogitEdits | None = None  # what changes the logits of every draw
     serial: int = 0  # given by the scheduler in the order of adding
     sequences: list["Sequence"] = field(default_factory=list)
-    followers: deque["Sequence"] = field(default_factory=deque)  # wait for the leader's prompt; some may have ended
+    held: deque["Sequence"] = field(default_factory=deque)  # not in the queue yet; some may have ended
     num_unfinished: int = 0
     started: bool = False  # some sequence has been scheduled
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
@@ -63,11 +71,6 @@ class Request:
         if self.params.prompt_logprobs is not None and self.prompt_logprobs_sent < len(self.prompt):
             return False
         return not self.params.skip_reading_prefix_cache
-
-    @property
-    def order(self) -> tuple[int, float, int]:
-        """Sorts requests: lower priority values first, then by arrival; no two are equal."""
-        return (self.priority, self.arrival, self.serial)
 
 
 @dataclass(eq=False, slots=True)
@@ -86,13 +89,12 @@ class Sequence:
     first_token: float | None = None
     last_token: float = 0.0
     preemptions: int = 0
+    queue_key: QueueKey = (False, 0.0, 0.0, 0, 0)  # its place among those that wait
+    kept_priority: float = 0.0  # effective priority while it runs
+    made_way: bool = False  # it was pushed out for a more important one, and will not be again
+    grammar: Grammar | None = None
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens, while it does not run."""
         return len(self.request.prompt) + len(self.output)
-
-    @property
-    def order(self) -> tuple[int, float, int, int]:
-        """Sorts sequences as their requests, children by index."""
-        return (*self.request.order, self.index)

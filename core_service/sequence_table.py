@@ -3,9 +3,9 @@
 The scheduler and the batch builder work on whole columns, so a step costs a constant number of vector operations
 however many sequences run. Rows are reused; the two wide columns (tokens and blocks) grow to the longest sequence seen.
 
-    token_ids[row]     p p p p p p o o o . . .      prompt, then output
-                       |         ^ prompt_len       ^ num_tokens
-                       |-----------^ num_computed: tokens whose K and V are in the cache
+    token_ids[row]     p p p p p p o o o ? . .      prompt, then output
+                       |         ^ prompt_len       ^ num_tokens: planned ones (?) included, which are not known yet
+                       |-----------^ num_computed: tokens whose K and V are in the cache, once the planned steps ran
     block_table[row]   b0     b1    b2
 """
 
@@ -14,7 +14,10 @@ from collections.abc import Sequence as AnySequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, UInt64Array
+from headrace.common.params import RepetitionDetectionParams
+from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, LogitEdits, UInt64Array
+from headrace.core_service.draw_facts import DrawFacts
+from headrace.core_service.grammar import Grammar
 from headrace.core_service.prefix_cache import ROOT
 from headrace.core_service.request import Sequence
 
@@ -28,11 +31,14 @@ class SequenceTable:
     def __init__(self, capacity: int, block_size: int) -> None:
         self._block_size = block_size
         self._free_rows = list(range(capacity - 1, -1, -1))
+        self.version = 0  # changes whenever a sequence comes or goes
         self.sequences: list[Sequence | None] = [None] * capacity
+        self.generation: Int64Array = np.zeros(capacity, np.int64)  # sequences that had the row before
         self.token_ids: Int32Array = np.zeros((capacity, _FIRST_WIDTH), np.int32)
         self.block_table: Int32Array = np.zeros((capacity, _FIRST_WIDTH // block_size), np.int32)
         self.prompt_len: Int32Array = np.zeros(capacity, np.int32)
         self.num_tokens: Int32Array = np.zeros(capacity, np.int32)
+        self.num_planned: Int32Array = np.zeros(capacity, np.int32)  # of num_tokens: drawn by steps under way
         self.num_computed: Int32Array = np.zeros(capacity, np.int32)
         self.num_blocks: Int32Array = np.zeros(capacity, np.int32)
         self.num_stored: Int32Array = np.zeros(capacity, np.int32)  # full blocks already known to the prefix cache
@@ -49,7 +55,13 @@ class SequenceTable:
         self.num_logprobs: Int32Array = np.full(capacity, -1, np.int32)
         self.leads: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # others wait for its prompt
         self.wants_prompt_logprobs: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
-        self.logprob_ids: dict[int, Int32Array] = {}  # rows that asked for log-probabilities of given ids
+        # What few rows have, by row.
+        self.edits: dict[int, LogitEdits] = {}
+        self.logprob_ids: dict[int, Int32Array] = {}
+        self.grammars: dict[int, Grammar] = {}
+        self.repetition: dict[int, RepetitionDetectionParams] = {}
+        self._draw_facts: DrawFacts | None = None
+        self.num_wanting_prompt_logprobs = 0  # rows in use
         self.client: Int32Array = np.zeros(capacity, np.int32)
         self.slot: Int32Array = np.zeros(capacity, np.int32)
         self.last_token: NDArray[np.float64] = np.zeros(capacity, np.float64)  # when the last token came
@@ -67,6 +79,7 @@ class SequenceTable:
     def add(self, sequence: Sequence, blocks: AnySequence[int], num_computed: int, prefix_node: int) -> int:
         """Puts a sequence into a free row with its blocks, of which the first hold `num_computed` tokens already."""
         row = self._free_rows.pop()
+        self.version += 1
         request = sequence.request
         self.sequences[row] = sequence
         sequence.row = row
@@ -82,7 +95,8 @@ class SequenceTable:
         self.num_blocks[row] = len(blocks)
         self.num_stored[row] = num_computed // self._block_size
         self.prefix_node[row] = prefix_node
-        self.leads[row] = bool(request.followers)
+        self.num_planned[row] = 0
+        self.leads[row] = bool(request.held)
         self._set_sampling(row, sequence)
         return row
 
@@ -95,7 +109,11 @@ class SequenceTable:
         sequence.last_token = float(self.last_token[row])
         sequence.row = -1
         self.sequences[row] = None
-        self.logprob_ids.pop(row, None)
+        self.num_wanting_prompt_logprobs -= int(self.wants_prompt_logprobs[row])
+        self.version += 1
+        self.generation[row] += 1
+        for of_row in (self.edits, self.logprob_ids, self.grammars, self.repetition):
+            of_row.pop(row, None)
         self._free_rows.append(row)
 
     def sequence(self, row: int) -> Sequence:
@@ -111,8 +129,8 @@ class SequenceTable:
         return blocks
 
     def output_of(self, row: int) -> Int32Array:
-        """The output tokens of a row (a view)."""
-        return self.token_ids[row, self.prompt_len[row] : self.num_tokens[row]]
+        """The output tokens of a row that are known (a view)."""
+        return self.token_ids[row, self.prompt_len[row] : self.num_tokens[row] - self.num_planned[row]]
 
     def append_blocks(self, row: int, blocks: AnySequence[int]) -> None:
         """Adds blocks at the end of a row's block table."""
@@ -121,11 +139,23 @@ class SequenceTable:
         self.block_table[row, have : have + len(blocks)] = blocks
         self.num_blocks[row] = have + len(blocks)
 
-    def append_tokens(self, rows: Int32Array, tokens: Int32Array) -> None:
-        """Adds one output token to each of `rows`."""
-        self._reserve(int(self.num_tokens[rows].max()) + 1, 0)
-        self.token_ids[rows, self.num_tokens[rows]] = tokens
+    def plan_tokens(self, rows: Int64Array) -> None:
+        """Makes room for one more output token of each of `rows`, which is not known yet."""
         self.num_tokens[rows] += 1
+        self.num_planned[rows] += 1
+        self._reserve(int(self.num_tokens[rows].max()), 0)
+
+    def set_planned(self, rows: Int64Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """The planned tokens of `rows` at `positions` are known now."""
+        self.token_ids[rows, positions] = tokens
+        self.num_planned[rows] -= 1
+
+    def draw_facts(self, rows: Int64Array) -> DrawFacts:
+        """What stays the same about `rows`; gathered anew only if they are others than the last time."""
+        facts = self._draw_facts
+        if facts is None or facts.version != self.version or not np.array_equal(facts.rows, rows):
+            facts = self._draw_facts = DrawFacts.gather(self, rows)
+        return facts
 
     def _set_sampling(self, row: int, sequence: Sequence) -> None:
         request = sequence.request
@@ -145,9 +175,17 @@ class SequenceTable:
         self.min_p[row] = params.min_p
         self.seed[row] = sequence.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
+        wants = params.prompt_logprobs is not None and request.prompt_logprobs_sent < len(request.prompt)
+        self.wants_prompt_logprobs[row] = wants
+        self.num_wanting_prompt_logprobs += wants
         if params.logprob_token_ids:
             self.logprob_ids[row] = np.array(params.logprob_token_ids, np.int32)
+        if request.edits is not None:
+            self.edits[row] = request.edits
+        if sequence.grammar is not None:
+            self.grammars[row] = sequence.grammar
+        if params.repetition_detection is not None:
+            self.repetition[row] = params.repetition_detection
         self.client[row] = request.client
         self.slot[row] = sequence.slot
 

@@ -134,6 +134,7 @@ def _finished(record: FinishedSequence) -> pb.Finished:
         timing=_timing(record),
         code=record.code,
         message=record.message,
+        retryable=record.retryable,
     )
     if record.stop_token_id is not None:
         message.stop_token_id = record.stop_token_id

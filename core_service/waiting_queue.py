@@ -1,12 +1,17 @@
-"""Sequences that wait to run, in order: lower priority value first, then by arrival.
+"""Sequences that wait to run, in the order of the scheduling policy.
 
-A preempted sequence goes back to its own place, since its order does not change.
+A preempted sequence goes back to its own place, since its key does not change.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
+
+import numpy as np
 
 from headrace.core_service.request import Sequence
+
+_key = attrgetter("queue_key")
 
 
 class WaitingQueue:
@@ -27,7 +32,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence in its place."""
-        insort(self._sequences, sequence, key=_order)
+        insort(self._sequences, sequence, key=_key)
         self.num_tokens += sequence.num_tokens
 
     def first(self) -> Sequence:
@@ -36,12 +41,13 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out. Raises ValueError if it does not wait."""
-        position = bisect_left(self._sequences, sequence.order, key=_order)
+        position = bisect_left(self._sequences, sequence.queue_key, key=_key)
         if position == len(self._sequences) or self._sequences[position] is not sequence:
             raise ValueError(f"slot {sequence.slot} does not wait")
         del self._sequences[position]
         self.num_tokens -= sequence.num_tokens
 
-
-def _order(sequence: Sequence) -> tuple[int, float, int, int]:
-    return sequence.order
+    def append_token(self, sequence: Sequence, token: int) -> None:
+        """Adds an output token to a sequence that waits: it was drawn while the sequence was preempted."""
+        sequence.output = np.append(sequence.output, np.int32(token))
+        self.num_tokens += 1

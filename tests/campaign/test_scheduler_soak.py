@@ -10,6 +10,7 @@ import pytest
 from headrace.common.params import SamplingParams
 from headrace.core_service.block_keys import BlockKeys
 from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.config import SchedulerConfig
 from headrace.core_service.engine_outputs import EngineOutputs
 from headrace.core_service.fakes import FakeRunner
 from headrace.core_service.request import Request, Sequence
@@ -53,7 +54,7 @@ def test_soak(scale):
     total = 2_000 * scale
     rng = random.Random(1)
     blocks = BlockManager(24, BLOCK)
-    scheduler = Scheduler(blocks, max_num_seqs=6, max_num_batched_tokens=24)
+    scheduler = Scheduler(blocks, SchedulerConfig(6, 24))
     runner = FakeRunner(VOCAB, BLOCK)
     live: dict[int, Sequence] = {}
     ended = added = slot = 0

@@ -2,14 +2,19 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.common.params import SamplingParams
+from headrace.core_service.batch import StepResult
 from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.config import SchedulerConfig
 from headrace.core_service.engine_outputs import EngineOutputs, FinishedSequence
 from headrace.core_service.fakes import FakeRunner
+from headrace.core_service.grammar import GrammarBackend
+from headrace.core_service.planned_step import PlannedStep
 from headrace.core_service.request import Request, Sequence
 from headrace.core_service.scheduler import Scheduler
 
@@ -28,13 +33,18 @@ class Harness:
     caching: bool = True
     now: float = 0.0
     vocab: int = VOCAB
+    overlap: bool = False  # plan each step before the one before it has its result
+    grammars: GrammarBackend | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # further settings of the scheduler
     tokens: dict[Sequence, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[Sequence, FinishedSequence] = field(default_factory=dict)
     steps: list[list[tuple[Sequence, int]]] = field(default_factory=list)
 
     def __post_init__(self):
         self.manager = BlockManager(self.num_blocks, self.block_size, enable_prefix_caching=self.caching)
-        self.scheduler = Scheduler(self.manager, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget)
+        config = SchedulerConfig(self.max_num_seqs, self.budget, **self.config)
+        self.scheduler = Scheduler(self.manager, config, self.grammars)
+        self.under_way: tuple[PlannedStep, StepResult] | None = None
         self.runner = FakeRunner(self.vocab, self.block_size)
         self.by_slot: dict[int, Sequence] = {}
 
@@ -65,25 +75,47 @@ class Harness:
         return request
 
     def step(self):
-        """One turn; returns the outputs, or None if there was nothing to run."""
+        """One turn; returns the outputs, or None if there was nothing to run and nothing to take in."""
         self.now += 1
         outputs = EngineOutputs()
         self.scheduler.expire(self.now, outputs)
         planned = self.scheduler.schedule(self.now, outputs)
+        finished = self._collect()
         if planned is not None:
-            owners = [self.scheduler._table.sequence(row) for row in planned.rows.tolist()]
-            self.steps.append(list(zip(owners, planned.num_new.tolist(), strict=True)))
-            for seq, owner in enumerate(owners):
-                self._check_context(planned.batch, seq, owner)
-            result = self.runner.execute(planned.batch)
-            self.scheduler.update(planned, result, self.now, outputs)
+            self._start(planned)
+        if not self.overlap:
+            finished = self._collect()
+        if finished is not None:
+            self.scheduler.update(*finished, self.now, outputs)
         self._record(outputs)
         self.scheduler.check_integrity()
-        return outputs if planned is not None else None
+        return outputs if planned is not None or finished is not None else None
+
+    def _start(self, planned):
+        owners = [self.table.sequence(row) for row in planned.rows.tolist()]
+        batch = self.scheduler.launch(planned)
+        self.steps.append(list(zip(owners, np.diff(batch.query_start).tolist(), strict=True)))
+        for seq, owner in enumerate(owners):
+            self._check_context(batch, seq, owner)
+        self.under_way = (planned, self.runner.execute(batch))
+
+    def _collect(self):
+        finished, self.under_way = self.under_way, None
+        if finished is not None:
+            self.scheduler.take_tokens(*finished)
+        return finished
+
+    @property
+    def table(self):
+        return self.scheduler._life.table
+
+    @property
+    def has_work(self):
+        return self.under_way is not None or self.scheduler.has_work
 
     def run(self, most=500):
         """Steps until all is done."""
-        while self.scheduler.has_work:
+        while self.has_work:
             assert most > 0, "the scheduler makes no progress"
             most -= 1
             self.step()
@@ -98,14 +130,14 @@ class Harness:
     def assert_idle(self):
         """Nothing is left behind."""
         self.scheduler.check_integrity()
-        assert not self.scheduler.has_work
+        assert not self.has_work
         assert self.manager.num_free == self.manager.num_usable
-        assert not len(self.scheduler._timers)
+        assert not len(self.scheduler._life.timers)
 
     def _check_context(self, batch, seq, owner):
         """The new tokens of a batch are the sequence's own, at their places."""
         start, end = batch.query_start[seq], batch.query_start[seq + 1]
-        known = [*owner.request.prompt.tolist(), *self.scheduler._table.output_of(owner.row).tolist()]
+        known = [*owner.request.prompt.tolist(), *self.table.output_of(owner.row).tolist()]
         positions = batch.positions[start:end].tolist()
         assert batch.token_ids[start:end].tolist() == [known[p] for p in positions]
 

@@ -15,6 +15,7 @@ from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import AdmissionLimits
 from headrace.core_service.blob_store import BlobStore
 from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.config import SchedulerConfig
 from headrace.core_service.engine import Engine
 from headrace.core_service.fakes import FakeRunner
 from headrace.core_service.scheduler import Scheduler
@@ -70,17 +71,18 @@ def request(slot, prompt=(1, 2, 3), internal_id=None, children=None, age=0.0, re
     return message
 
 
-@pytest.fixture
-def make_engine():
-    engines = []
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def make_engine(request):
+    engines, overlap = [], request.param
 
     def make(runner=None, num_blocks=65, max_num_seqs=8, **limits):
-        scheduler = Scheduler(BlockManager(num_blocks, BLOCK), max_num_seqs=max_num_seqs, max_num_batched_tokens=256)
+        scheduler = Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(max_num_seqs, 256))
         engine = Engine(
             scheduler,
             runner or FakeRunner(VOCAB, BLOCK),
             AdmissionLimits(ModelLimits(VOCAB, 512, 20), max_kv_tokens=(num_blocks - 1) * BLOCK, **limits),
             BlobStore(1 << 20),
+            overlap=overlap,
         )
         engine.start(on_death=lambda: None)
         engines.append(engine)
@@ -210,8 +212,9 @@ def test_queue_limits_refuse_with_a_delay_but_let_resumed_requests_pass(make_eng
 
 
 def test_followers_count_as_waiting_and_too_many_children_are_refused_for_good(make_engine):
-    engine = make_engine(Gate(), max_num_seqs=1, max_waiting_requests=4)
-    engine._runner.open()
+    gate = Gate()
+    engine = make_engine(gate, max_num_seqs=1, max_waiting_requests=4)
+    gate.open()
     client = Client(engine)
     four, five = ([pb.Child(slot=first + i, index=i) for i in range(n)] for first, n in ((0, 4), (10, 5)))
     engine.add(client.id, [request(0, children=five, internal_id="five")])
@@ -298,7 +301,7 @@ def test_a_runner_that_raises_kills_the_engine_loudly():
         def execute(self, batch):
             raise ValueError("boom")
 
-    scheduler = Scheduler(BlockManager(8, BLOCK), max_num_seqs=2, max_num_batched_tokens=64)
+    scheduler = Scheduler(BlockManager(8, BLOCK), SchedulerConfig(2, 64))
     engine = Engine(scheduler, Broken(), AdmissionLimits(ModelLimits(VOCAB, 64, 5), 112), BlobStore(1 << 20))
     died = threading.Event()
     engine.start(on_death=died.set)

@@ -19,6 +19,7 @@ from headrace.core_service import gateway_stream, service
 from headrace.core_service.admission import AdmissionLimits
 from headrace.core_service.blob_store import BlobStore
 from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.config import SchedulerConfig
 from headrace.core_service.engine import Engine
 from headrace.core_service.fakes import FakeRunner
 from headrace.core_service.gateway_stream import StreamEnvironment
@@ -34,7 +35,7 @@ class Core:
     """A core service on a free port."""
 
     def __init__(self, step_time_s):
-        scheduler = Scheduler(BlockManager(65, BLOCK), max_num_seqs=64, max_num_batched_tokens=256)
+        scheduler = Scheduler(BlockManager(65, BLOCK), SchedulerConfig(64, 256))
         limits = AdmissionLimits(ModelLimits(VOCAB, 200_000, 20), max_kv_tokens=64 * BLOCK)
         self.blobs = BlobStore(4 << 20)
         self.engine = Engine(scheduler, FakeRunner(VOCAB, BLOCK, step_time_s), limits, self.blobs)

@@ -15,6 +15,7 @@ from headrace.core_api.v1.engine_core_pb2_grpc import add_EngineCoreServiceServi
 from headrace.core_service.admission import AdmissionLimits
 from headrace.core_service.blob_store import BlobStore
 from headrace.core_service.block_manager import BlockManager
+from headrace.core_service.config import SchedulerConfig
 from headrace.core_service.engine import Engine
 from headrace.core_service.fakes import FakeRunner
 from headrace.core_service.gateway_stream import StreamEnvironment
@@ -39,7 +40,7 @@ async def running_fake_pair(
 ) -> AsyncIterator[FakePair]:
     """Serves a model that draws the next byte; blocks and rows are checked at the end."""
     files = byte_tokenizer_files()
-    scheduler = Scheduler(BlockManager(num_blocks, BLOCK), max_num_seqs=16, max_num_batched_tokens=128)
+    scheduler = Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(16, 128))
     limits = AdmissionLimits(
         ModelLimits(VOCAB_SIZE, max_model_len, 20), (num_blocks - 1) * BLOCK, max_waiting_requests=256
     )

@@ -13,8 +13,12 @@ from headrace.common.errors import Violation
 
 DEFAULT_MAX_TOKENS = 16
 MAX_N = 16_384
-MAX_BAD_WORDS = 128
+MAX_BAD_WORDS = 128  # words, and token sequences that they become
+MAX_BAD_WORD_TOKENS = 1024  # of one sequence
+MAX_LOGIT_BIAS = 100.0  # a bias further from 0 counts as this
 MAX_LOGPROB_TOKEN_IDS = 128
+# max_pattern_size x min_count of repetition detection: tokens that are compared after every step, for each pattern size.
+MAX_REPETITION_SPAN = 4096
 MAX_STOP_TOKEN_IDS = 256
 MAX_TIME_LIMIT_S = 1e9
 MAX_NAMED = 5  # bad entries of one list that are named; the rest goes unsaid
@@ -49,7 +53,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetectionParams:
-    """Ends an output after `min_count` repeats of a pattern of `min_pattern_size` to `max_pattern_size` tokens."""
+    """Ends an output that ends in `min_count` copies of a pattern of `min_pattern_size` to `max_pattern_size` tokens."""
 
     min_pattern_size: int
     max_pattern_size: int
@@ -61,6 +65,7 @@ class SamplingParams:
     """How tokens are drawn and when an output ends.
 
     `max_tokens=None` means up to the end of the context. `seed=None` lets the gateway draw one.
+    `prompt_logprob_start=None` means position 1, the first whose token the model predicts.
     """
 
     n: int = 1
@@ -80,6 +85,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprob_start: int | None = None
+    prompt_logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprob_start: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -99,10 +108,23 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def normalized(self) -> "SamplingParams":
-        """Equal parameters in one form: greedy switches the filters off, tiny temperatures are raised, -1 means off."""
+        """Equal parameters in one form.
+
+        Greedy switches the filters off, tiny temperatures are raised, -1 means off, biases are clamped; and who asks for
+        the log-probabilities of some ids only gets those of the drawn (or actual) token too.
+        """
+        plain = replace(
+            self,
+            logprobs=0 if self.logprobs is None and self.logprob_token_ids else self.logprobs,
+            prompt_logprobs=(
+                0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs
+            ),
+            logit_bias=self.logit_bias
+            and {i: min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, bias in self.logit_bias.items()},
+        )
         if self.greedy:
-            return replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        return replace(self, temperature=max(self.temperature, LOWEST_TEMPERATURE), top_k=max(self.top_k, 0))
+            return replace(plain, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return replace(plain, temperature=max(self.temperature, LOWEST_TEMPERATURE), top_k=max(self.top_k, 0))
 
     def violations(self, limits: ModelLimits) -> list[Violation]:
         """Every rule that these parameters break, under the public contract's field names; empty if they are good."""
@@ -112,6 +134,14 @@ class SamplingParams:
         self._check_token_ids(found, limits)
         self._check_text(found)
         return found.list
+
+    def prompt_violations(self, num_tokens: int) -> list[Violation]:
+        """The rules that need the prompt's length in tokens."""
+        start = self.prompt_logprob_start
+        if start is None or start < num_tokens:
+            return []
+        field = "sampling.prompt_logprob_start"
+        return [Violation(field, f"must be below the prompt's length ({num_tokens} tokens); got {start}")]
 
     def _check_sampling(self, found: "_Violations") -> None:
         found.integer("sampling.n", self.n, 1, MAX_N)
@@ -145,25 +175,41 @@ class SamplingParams:
                 )
         if self.time_limit_s is not None:
             found.number("sampling.time_limit", self.time_limit_s, 0, MAX_TIME_LIMIT_S, above_low=True)
-        if (rule := self.repetition_detection) is not None:
-            if rule.min_pattern_size < 1 or rule.max_pattern_size < rule.min_pattern_size:
-                found.add(
-                    "sampling.repetition_detection",
-                    f"needs 1 <= min_pattern_size <= max_pattern_size; got {rule.min_pattern_size} and "
-                    f"{rule.max_pattern_size}",
-                )
-            if rule.min_count < 2:
-                found.add("sampling.repetition_detection.min_count", f"must be at least 2; got {rule.min_count}")
+        if self.prompt_logprob_start is not None and self.prompt_logprob_start < 0:
+            found.add("sampling.prompt_logprob_start", f"must be at least 0; got {self.prompt_logprob_start}")
+        if self.repetition_detection is not None:
+            self._check_repetition(found, self.repetition_detection)
+
+    def _check_repetition(self, found: "_Violations", rule: RepetitionDetectionParams) -> None:
+        field = "sampling.repetition_detection"
+        if rule.min_pattern_size < 1:
+            found.add(f"{field}.min_pattern_size", f"must be at least 1; got {rule.min_pattern_size}")
+        if rule.max_pattern_size < max(rule.min_pattern_size, 1):
+            found.add(
+                f"{field}.max_pattern_size",
+                f"must be at least min_pattern_size ({rule.min_pattern_size}) and 1; got {rule.max_pattern_size}",
+            )
+        if rule.min_count < 2:
+            found.add(f"{field}.min_count", f"must be at least 2; got {rule.min_count}")
+        if (span := rule.max_pattern_size * rule.min_count) > MAX_REPETITION_SPAN:
+            found.add(
+                field,
+                f"max_pattern_size x min_count must be at most {MAX_REPETITION_SPAN} tokens; got "
+                f"{rule.max_pattern_size} x {rule.min_count} = {span}",
+            )
 
     def _check_token_ids(self, found: "_Violations", limits: ModelLimits) -> None:
         for name, ids, most in (
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS),
+            ("prompt_logprob_token_ids", self.prompt_logprob_token_ids, MAX_LOGPROB_TOKEN_IDS),
         ):
             found.token_ids(f"sampling.{name}", ids, limits.vocab_size)
             if len(ids) > most:
                 found.add(f"sampling.{name}", f"at most {most} ids; got {len(ids)}")
         if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                found.add("sampling.allowed_token_ids", "must not be empty where it is given")
             found.token_ids("sampling.allowed_token_ids", self.allowed_token_ids, limits.vocab_size)
         if self.logit_bias:
             found.token_ids("sampling.logit_bias", tuple(self.logit_bias), limits.vocab_size)

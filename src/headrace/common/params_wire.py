@@ -47,8 +47,10 @@ def sampling_from_wire(message: pb.SamplingParams, defaults: SamplingParams | No
         stop_token_ids=tuple(dict.fromkeys((*base.stop_token_ids, *message.stop_token_ids))),
         ignore_eos=message.ignore_eos or base.ignore_eos,
         logprob_token_ids=tuple(dict.fromkeys(message.logprob_token_ids)),
+        prompt_logprob_token_ids=tuple(dict.fromkeys(message.prompt_logprob_token_ids)),
+        prompt_logprob_start=message.prompt_logprob_start if message.HasField("prompt_logprob_start") else None,
         logit_bias=dict(message.logit_bias) or None,
-        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        allowed_token_ids=tuple(dict.fromkeys(message.allowed_token_ids)) or None,
         structured_outputs=_structured_from_wire(message) if message.HasField("structured_outputs") else None,
         repetition_detection=(
             RepetitionDetectionParams(
@@ -79,6 +81,7 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprob_token_ids=params.logprob_token_ids,
+        prompt_logprob_token_ids=params.prompt_logprob_token_ids,
         logit_bias=params.logit_bias or {},
         allowed_token_ids=params.allowed_token_ids or (),
         skip_reading_prefix_cache=params.skip_reading_prefix_cache,
@@ -87,7 +90,7 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
         message.until_context = True
     else:
         message.max_tokens = params.max_tokens
-    for name in ("seed", "logprobs", "prompt_logprobs"):
+    for name in ("seed", "logprobs", "prompt_logprobs", "prompt_logprob_start"):
         if (value := getattr(params, name)) is not None:
             setattr(message, name, value)
     if params.time_limit_s is not None:
