@@ -139,10 +139,11 @@ class Scheduler:
         if len(life.waiting):
             self._make_way()
         made_room = self._make_room_for_running(outputs)
-        num_new = self._share_budget(made_room)
+        longest = self._longest_chunk()
+        num_new = self._share_budget(made_room, longest)
         self._count_as_computed(life.rows, num_new)
         if len(life.waiting) and made_room is not _Room.PREEMPTED:
-            num_new = self._admit(num_new, now)
+            num_new = self._admit(num_new, longest, now)
         rows = life.rows
         if not num_new.all():
             chosen = np.flatnonzero(num_new)
@@ -229,7 +230,7 @@ class Scheduler:
                     life.finish(sequence, FinishReason.FINISH_REASON_LENGTH, outputs)
         return room
 
-    def _share_budget(self, room: "_Room") -> Int32Array:
+    def _share_budget(self, room: "_Room", longest: int) -> Int32Array:
         """New tokens for each running sequence, in order, until the budget is used up.
 
         A sequence whose last allowed token is being drawn has nothing more to compute.
@@ -239,23 +240,20 @@ class Scheduler:
             return np.zeros(len(rows), np.int32)
         tokens = table.num_tokens[rows]
         need = np.where(tokens < table.length_limit[rows], tokens - table.num_computed[rows], 0)
-        if (cap := self._longest_chunk()) is not None:
-            need = np.minimum(need, cap)
+        need = np.minimum(need, longest)
         ends = np.cumsum(need)
         if len(ends) and ends[-1] > self._config.max_num_batched_tokens:
             need = np.clip(self._config.max_num_batched_tokens - (ends - need), 0, need)
         share: Int32Array = need.astype(np.int32)
         return share
 
-    def _longest_chunk(self) -> int | None:
-        """Most tokens of one prompt in a step; None for no limit.
+    def _longest_chunk(self) -> int:
+        """Most new tokens of one sequence in a step.
 
         A prompt may always have its even share of the budget, so one that is alone is not held back.
         """
-        threshold = self._config.long_prefill_token_threshold
-        if not threshold:
-            return None
-        return max(threshold, self._config.max_num_batched_tokens // max(self.num_running + self.num_waiting, 1))
+        budget, threshold = self._config.max_num_batched_tokens, self._config.long_prefill_token_threshold
+        return max(threshold, budget // max(self.num_running + self.num_waiting, 1)) if threshold else budget
 
     def _count_as_computed(self, rows: Int64Array, num_new: Int32Array) -> None:
         """Counts new tokens as computed, so that others can share them in the same step."""
@@ -267,7 +265,7 @@ class Scheduler:
             for row in rows[leading & (table.num_computed[rows] >= table.prompt_len[rows])].tolist():
                 life.fork_held(row)
 
-    def _admit(self, num_new: Int32Array, now: float) -> Int32Array:
+    def _admit(self, num_new: Int32Array, longest: int, now: float) -> Int32Array:
         """Moves waiting sequences into rows while there is room; returns `num_new` with theirs appended."""
         life, table = self._life, self._life.table
         budget = self._config.max_num_batched_tokens - int(num_new.sum())
@@ -287,9 +285,7 @@ class Scheduler:
                 if something_runs or not (life.release_one_hold(sequence) or life.release_hold(sequence)):
                     break
                 continue
-            take = min(budget, int(table.num_tokens[row] - table.num_computed[row]))
-            if (cap := self._longest_chunk()) is not None:
-                take = min(take, cap)
+            take = min(budget, longest, int(table.num_tokens[row] - table.num_computed[row]))
             budget -= take
             admitted.append(row)
             taken.append(take)

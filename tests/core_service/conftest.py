@@ -1,5 +1,6 @@
 """A scheduler with a fake runner, as a fixture: builds requests, steps, and checks what must always hold."""
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +49,9 @@ class Harness:
         self.runner = FakeRunner(self.vocab, self.block_size)
         self.by_slot: dict[int, Sequence] = {}
 
-    def request(self, prompt, n=1, *, arrival=None, priority=0, eos=(), deadline=None, output=(), **params):
+    def request(
+        self, prompt, n=1, *, arrival=None, priority=0, eos=(), deadline=None, output=(), awaits_grammar=False, **params
+    ):
         """Makes a request and adds it."""
         sampling = SamplingParams(n=n, **{"max_tokens": 4, "temperature": 0.0, **params}).normalized()
         limit = self.max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
@@ -64,6 +67,7 @@ class Harness:
             arrival=self.now if arrival is None else arrival,
             received=self.now,
             deadline=deadline,
+            awaits_grammar=awaits_grammar,
             time_limit=None if sampling.time_limit_s is None else self.now + sampling.time_limit_s,
         )
         for index in range(n):
@@ -99,7 +103,7 @@ class Harness:
             self._check_context(batch, seq, owner)
         self.under_way = (planned, self.runner.execute(batch))
 
-    def _collect(self):
+    def _collect(self) -> tuple[PlannedStep, StepResult] | None:
         finished, self.under_way = self.under_way, None
         if finished is not None:
             self.scheduler.take_tokens(*finished)
@@ -133,6 +137,8 @@ class Harness:
         assert not self.has_work
         assert self.manager.num_free == self.manager.num_usable
         assert not len(self.scheduler._life.timers)
+        assert not self.scheduler._life._owed
+        assert not self.scheduler.num_waiting
 
     def _check_context(self, batch, seq, owner):
         """The new tokens of a batch are the sequence's own, at their places."""
@@ -153,5 +159,11 @@ class Harness:
 
 @pytest.fixture(scope="session")
 def make_harness():
-    """Makes a `Harness`."""
+    """Makes a `Harness` that takes each result in before it plans the next step."""
     return Harness
+
+
+@pytest.fixture(scope="session", params=[False, True], ids=["sync", "async"])
+def make_any_harness(request):
+    """Makes a `Harness` of either kind, for laws that hold whatever is planned when."""
+    return functools.partial(Harness, overlap=request.param)

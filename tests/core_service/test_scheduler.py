@@ -30,8 +30,8 @@ def shares(step):
     return [count for _, count in step]
 
 
-def test_output_follows_the_prompt_and_ends_at_max_tokens(make_harness):
-    harness = make_harness()
+def test_output_follows_the_prompt_and_ends_at_max_tokens(make_any_harness):
+    harness = make_any_harness()
     sequence = only(harness.request([5, 6, 7], max_tokens=3))
     harness.run()
     assert harness.tokens[sequence] == [8, 9, 10]
@@ -59,8 +59,8 @@ def test_decodes_go_on_while_a_long_prompt_is_computed(make_harness):
     assert len(harness.tokens[short]) == 6
 
 
-def test_no_more_than_max_num_seqs_run_at_once(make_harness):
-    harness = make_harness(max_num_seqs=2)
+def test_no_more_than_max_num_seqs_run_at_once(make_any_harness):
+    harness = make_any_harness(max_num_seqs=2)
     for i in range(5):
         harness.request([i + 1], max_tokens=3)
     harness.run()
@@ -81,9 +81,9 @@ def test_no_more_than_max_num_seqs_run_at_once(make_harness):
         ({"stop_token_ids": (*range(100, 110), 3)}, (), STOP, 3, 2),
     ],
 )
-def test_stop_rules(make_harness, params, eos, reason, stop_token, count):
+def test_stop_rules(make_any_harness, params, eos, reason, stop_token, count):
     """End of sequence before stop ids before length; only the primary end token leaves stop_token_id unset."""
-    harness = make_harness()
+    harness = make_any_harness()
     sequence = only(harness.request([1], eos=eos, **params))
     harness.run()
     record = harness.finished[sequence]
@@ -106,16 +106,16 @@ def test_stop_tokens_are_forbidden_until_min_tokens(make_harness):
     assert forbidden == [{0: [3, 7]}, {0: [3, 7]}]  # the third token was never drawn: token 3 came as the second
 
 
-def test_the_context_ends_an_output_before_max_tokens(make_harness):
-    harness = make_harness(max_model_len=10)
+def test_the_context_ends_an_output_before_max_tokens(make_any_harness):
+    harness = make_any_harness(max_model_len=10)
     sequence = only(harness.request([1] * 7, max_tokens=500, min_tokens=0))
     harness.run()
     assert len(harness.tokens[sequence]) == 3
     assert harness.finished[sequence].reason == LENGTH
 
 
-def test_a_failed_draw_ends_only_its_own_request(make_harness):
-    harness = make_harness()
+def test_a_failed_draw_ends_only_its_own_request(make_any_harness):
+    harness = make_any_harness()
     bad, good = only(harness.request([1])), only(harness.request([50]))
     execute = harness.runner.execute
 
@@ -133,8 +133,8 @@ def test_a_failed_draw_ends_only_its_own_request(make_harness):
     harness.assert_idle()
 
 
-def test_prompt_logits_that_give_no_probabilities_end_only_that_request(make_harness):
-    harness = make_harness()
+def test_prompt_logits_that_give_no_probabilities_end_only_that_request(make_any_harness):
+    harness = make_any_harness()
     bad = only(harness.request([1, 2, 3], prompt_logprobs=0))
     good = only(harness.request([50], max_tokens=2))
     execute = harness.runner.execute
@@ -151,8 +151,8 @@ def test_prompt_logits_that_give_no_probabilities_end_only_that_request(make_har
     harness.assert_idle()
 
 
-def test_a_cached_prefix_is_not_computed_again(make_harness):
-    harness = make_harness()
+def test_a_cached_prefix_is_not_computed_again(make_any_harness):
+    harness = make_any_harness()
     prompt = list(range(40))
     harness.request(prompt, max_tokens=1)
     harness.run()
@@ -162,8 +162,8 @@ def test_a_cached_prefix_is_not_computed_again(make_harness):
     assert again.cached_tokens == 32
 
 
-def test_skip_reading_prefix_cache_computes_the_whole_prompt_but_stores_it(make_harness):
-    harness = make_harness()
+def test_skip_reading_prefix_cache_computes_the_whole_prompt_but_stores_it(make_any_harness):
+    harness = make_any_harness()
     prompt = list(range(40))
     for skip in (True, True, False):
         request = harness.request(prompt, max_tokens=1, skip_reading_prefix_cache=skip)
@@ -172,8 +172,8 @@ def test_skip_reading_prefix_cache_computes_the_whole_prompt_but_stores_it(make_
     assert request.cached_tokens == 32
 
 
-def test_the_latest_arrival_is_preempted_and_finishes_with_the_same_tokens(make_harness):
-    harness = make_harness(num_blocks=6, block_size=4)
+def test_the_latest_arrival_is_preempted_and_finishes_with_the_same_tokens(make_any_harness):
+    harness = make_any_harness(num_blocks=6, block_size=4)
     first = only(harness.request(list(range(8)), max_tokens=9))
     second = only(harness.request(list(range(100, 108)), max_tokens=9))
     harness.run()
@@ -184,12 +184,12 @@ def test_the_latest_arrival_is_preempted_and_finishes_with_the_same_tokens(make_
     harness.assert_idle()
 
 
-def test_a_lower_priority_value_runs_sooner_and_is_not_the_victim(make_harness):
-    harness = make_harness(max_num_seqs=1)
+def test_a_lower_priority_value_runs_sooner_and_is_not_the_victim(make_any_harness):
+    harness = make_any_harness(max_num_seqs=1)
     order = [only(harness.request([10 * p], priority=p, max_tokens=1)) for p in (3, 2, 0)]
     harness.run()
     assert [step[0][0] for step in harness.steps] == order[::-1]
-    harness = make_harness(num_blocks=6, block_size=4)
+    harness = make_any_harness(num_blocks=6, block_size=4)
     low = only(harness.request(list(range(8)), priority=5, max_tokens=9))
     harness.step()
     high = only(harness.request(list(range(100, 108)), priority=0, max_tokens=9))
@@ -199,15 +199,15 @@ def test_a_lower_priority_value_runs_sooner_and_is_not_the_victim(make_harness):
     harness.assert_idle()
 
 
-def test_equal_priorities_run_in_order_of_arrival_whatever_the_order_of_adding(make_harness):
-    harness = make_harness(max_num_seqs=1)
+def test_equal_priorities_run_in_order_of_arrival_whatever_the_order_of_adding(make_any_harness):
+    harness = make_any_harness(max_num_seqs=1)
     sequences = {a: only(harness.request([a], arrival=float(a), max_tokens=1)) for a in (3, 1, 2)}
     harness.run()
     assert [step[0][0] for step in harness.steps] == [sequences[a] for a in (1, 2, 3)]
 
 
-def test_an_output_that_outgrows_the_pool_alone_ends_as_length_with_its_tokens(make_harness):
-    harness = make_harness(num_blocks=4, block_size=4)
+def test_an_output_that_outgrows_the_pool_alone_ends_as_length_with_its_tokens(make_any_harness):
+    harness = make_any_harness(num_blocks=4, block_size=4)
     sequence = only(harness.request([1, 2, 3, 4, 5], max_tokens=100))
     harness.run()
     assert harness.finished[sequence].reason == LENGTH
@@ -215,15 +215,15 @@ def test_an_output_that_outgrows_the_pool_alone_ends_as_length_with_its_tokens(m
     harness.assert_idle()
 
 
-def test_min_tokens_beyond_the_context_ends_as_length(make_harness):
-    harness = make_harness(max_model_len=10)
+def test_min_tokens_beyond_the_context_ends_as_length(make_any_harness):
+    harness = make_any_harness(max_model_len=10)
     sequence = only(harness.request([1] * 7, max_tokens=4_000_000_000, min_tokens=3_000_000_000))
     harness.run()
     assert harness.finished[sequence].reason == LENGTH
 
 
-def test_resumed_output_counts_as_output(make_harness):
-    harness = make_harness()
+def test_resumed_output_counts_as_output(make_any_harness):
+    harness = make_any_harness()
     sequence = only(harness.request([1, 2], output=[3, 4], max_tokens=4))
     harness.step()
     harness.run()
@@ -231,8 +231,8 @@ def test_resumed_output_counts_as_output(make_harness):
     assert harness.finished[sequence].reason == LENGTH
 
 
-def test_expired_requests_are_never_scheduled(make_harness):
-    harness = make_harness(max_num_seqs=1)
+def test_expired_requests_are_never_scheduled(make_any_harness):
+    harness = make_any_harness(max_num_seqs=1)
     running = only(harness.request([1], max_tokens=5))
     late = only(harness.request([2], deadline=2.5))
     limited = only(harness.request([3], time_limit_s=3.5))
@@ -264,8 +264,8 @@ def test_abort_frees_everything_at_any_moment(make_harness, steps):
     harness.assert_idle()
 
 
-def test_prompt_logprobs_cover_every_position_once_despite_chunks_and_preemption(make_harness):
-    harness = make_harness(num_blocks=8, block_size=4, budget=5)
+def test_prompt_logprobs_cover_every_position_once_despite_chunks_and_preemption(make_any_harness):
+    harness = make_any_harness(num_blocks=8, block_size=4, budget=5)
     positions: dict[Request, list[int]] = {}
     requests = [harness.request(list(range(s, s + 12)), prompt_logprobs=1, max_tokens=6) for s in (0, 100)]
     while harness.scheduler.has_work:
@@ -282,16 +282,23 @@ def test_prompt_logprobs_cover_every_position_once_despite_chunks_and_preemption
     assert any(only(request).preemptions for request in requests)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_every_request_ends_once_with_its_own_tokens_under_random_pressure(make_harness, data):
-    harness = make_harness(
+def test_every_request_ends_once_with_its_own_tokens_under_random_pressure(make_any_harness, data):
+    harness = make_any_harness(
         num_blocks=data.draw(st.integers(8, 20)),
         block_size=4,
         max_num_seqs=data.draw(st.integers(1, 5)),
         budget=data.draw(st.integers(1, 24)),
         caching=data.draw(st.booleans()),
         max_model_len=28,
+        config={
+            "policy": data.draw(st.sampled_from(["priority", "fcfs"])),
+            "priority_ageing": data.draw(st.sampled_from([0.0, 3.0])),
+            "preemption_victim": data.draw(st.sampled_from(["last", "cheapest"])),
+            "watermark": data.draw(st.sampled_from([0.0, 0.3])),
+            "long_prefill_token_threshold": data.draw(st.sampled_from([0, 3])),
+        },
     )
     live = []
     for _ in range(data.draw(st.integers(1, 30))):
@@ -325,8 +332,8 @@ def test_every_request_ends_once_with_its_own_tokens_under_random_pressure(make_
                 assert len(request.prompt) + len(tokens) == room
 
 
-def test_wide_rows_keep_their_content_when_the_table_grows(make_harness):
-    harness = make_harness(num_blocks=200, budget=2048, max_model_len=2048)
+def test_wide_rows_keep_their_content_when_the_table_grows(make_any_harness):
+    harness = make_any_harness(num_blocks=200, budget=2048, max_model_len=2048)
     short = only(harness.request([7], max_tokens=30))
     harness.step()
     long = only(harness.request(np.arange(900).tolist(), max_tokens=3))

@@ -31,9 +31,9 @@ def test_children_share_the_prompts_blocks_and_compute_it_once(make_harness):
     harness.assert_idle()
 
 
-def test_a_fork_whose_prefix_is_cached_elsewhere_too_still_runs(make_harness):
+def test_a_fork_whose_prefix_is_cached_elsewhere_too_still_runs(make_any_harness):
     """What it holds and what the cache would give it must not take room side by side for ever."""
-    harness = make_harness(num_blocks=5, max_num_seqs=1)
+    harness = make_any_harness(num_blocks=5, max_num_seqs=1)
     prompt = list(range(33))
     request = harness.request(prompt, n=2, max_tokens=2)
     harness.step()
@@ -63,8 +63,8 @@ def test_logits_without_probabilities_end_the_whole_request_while_it_has_no_outp
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_children_go_on_when_their_leader_is_aborted_in_mid_prompt(make_harness, caching):
-    harness = make_harness(budget=16, caching=caching)
+def test_children_go_on_when_their_leader_is_aborted_in_mid_prompt(make_any_harness, caching):
+    harness = make_any_harness(budget=16, caching=caching)
     request = harness.request(list(range(40)), n=3, max_tokens=2)
     harness.step()
     harness.abort(request.sequences[0])
@@ -75,8 +75,8 @@ def test_children_go_on_when_their_leader_is_aborted_in_mid_prompt(make_harness,
     harness.assert_idle()
 
 
-def test_waiting_forks_give_their_hold_up_before_anyone_is_preempted_for_ever(make_harness):
-    harness = make_harness(num_blocks=6, block_size=4, max_num_seqs=2)
+def test_waiting_forks_give_their_hold_up_before_anyone_is_preempted_for_ever(make_any_harness):
+    harness = make_any_harness(num_blocks=6, block_size=4, max_num_seqs=2)
     request = harness.request(list(range(10)), n=4, max_tokens=8)
     harness.run()
     for sequence in request.sequences:
