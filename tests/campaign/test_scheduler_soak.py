@@ -34,7 +34,7 @@ def make_request(rng, now, slot):
         eos_token_ids=(),
         length_limit=min(len(prompt) + max_tokens, MAX_LEN),
         priority=rng.randint(0, 3),
-        arrival=now,
+        arrival=now - rng.choice([0, 0, 50]),
         received=now,
         deadline=now + rng.randint(1, 60) if rng.random() < 0.2 else None,
         block_keys=BlockKeys(rng.choice([(), (), (("cache_salt", "tenant"),)])),
@@ -50,17 +50,22 @@ def bytes_of_the_core():
     return sum(trace.size for trace in snapshot.traces)
 
 
-def test_soak(scale):
-    total = 2_000 * scale
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_soak(scale, overlap):
+    total = 10_000 * (1 if scale == 1 else 4)
     rng = random.Random(1)
     blocks = BlockManager(24, BLOCK)
-    scheduler = Scheduler(blocks, SchedulerConfig(6, 24))
+    config = SchedulerConfig(
+        6, 24, priority_ageing=20.0, preemption_victim="cheapest" if overlap else "last", watermark=0.1
+    )
+    scheduler = Scheduler(blocks, config)
     runner = FakeRunner(VOCAB, BLOCK)
     live: dict[int, Sequence] = {}
     ended = added = slot = 0
     now = 0.0
     tracemalloc.start()
     baseline = 0
+    under_way = None
     while added < total or live:
         now += 1
         outputs = EngineOutputs()
@@ -76,8 +81,16 @@ def test_soak(scale):
             scheduler.reset_prefix_cache()
         scheduler.expire(now, outputs)
         step = scheduler.schedule(now, outputs)
+        finished, under_way = under_way, None
+        if finished is not None:
+            scheduler.take_tokens(*finished)
         if step is not None:
-            scheduler.update(step, runner.execute(step.batch), now, outputs)
+            under_way = (step, runner.execute(scheduler.launch(step)))
+        if under_way is not None and not overlap:
+            finished, under_way = under_way, None
+            scheduler.take_tokens(*finished)
+        if finished is not None:
+            scheduler.update(*finished, now, outputs)
         for record in outputs.finished:
             assert live.pop(record.sequence.slot) is record.sequence
             ended += 1
