@@ -1,5 +1,7 @@
 """Who goes first and who makes way, with a clock that the tests set."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,7 +70,7 @@ def test_the_order_of_those_that_wait_is_that_of_their_effective_priorities_at_a
     policy = SchedulingPolicy(ageing_s=30.0)
     waiting = [make_sequence(priority, arrival, i) for i, (priority, arrival) in enumerate(requests)]
     effective = [s.request.priority - (now - s.request.arrival) / 30.0 for s in in_order(policy, *waiting)]
-    assert all(a <= b + 1e-9 for a, b in zip(effective, effective[1:], strict=False))
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(effective))
 
 
 def test_a_more_important_request_takes_the_place_of_a_less_important_one_but_not_of_its_equal():
