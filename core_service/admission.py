@@ -5,17 +5,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from headrace.common.block_hashes import BlockKeys
 from headrace.common.errors import InvalidRequest, Overloaded, RequestError, Unavailable, Unimplemented, Violation
 from headrace.common.params import MAX_N, MAX_STOP_TOKEN_IDS, ModelLimits, SamplingParams
-from headrace.common.params_wire import duration, sampling_from_wire, seconds
+from headrace.common.params_wire import duration, sampling_from_wire, seconds, wire_violations
 from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.batch import Int32Array
-from headrace.core_service.block_keys import BlockKeys
 from headrace.core_service.request import ClientId, Request, Sequence
+from headrace.core_service.requested_edits import bad_word_violations, requested_edits
 
 REFUSALS_PER_MESSAGE = 32
 MAX_REFUSAL_CHARACTERS = 2000
+MAX_GRAMMAR_AFTER = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,25 @@ class AdmissionLimits:
 def read_request(message: pb.EngineCoreRequest, client: ClientId, limits: AdmissionLimits, now: float) -> Request:
     """The request in a message. Raises InvalidRequest or Unimplemented; `now` is the core's monotonic clock."""
     _refuse_unimplemented(message)
-    found: list[Violation] = []
+    found = wire_violations(message.sampling)
     params = sampling_from_wire(message.sampling)
     found += params.violations(limits.model)
     prompt = _token_ids("prompt_token_ids", message.prompt_token_ids, limits.model.vocab_size, found)
     if not len(prompt):
         found.append(Violation("prompt_token_ids", "must hold at least one token"))
+    found += params.prompt_violations(len(prompt))
+    found += bad_word_violations([word.token_ids for word in message.bad_word_ids], limits.model.vocab_size)
     _token_ids("eos_token_ids", message.eos_token_ids, limits.model.vocab_size, found)
+    _token_ids("grammar_after.token_ids", message.grammar_after.token_ids, limits.model.vocab_size, found)
+    if len(message.grammar_after.token_ids) > MAX_GRAMMAR_AFTER:
+        found.append(
+            Violation(
+                "grammar_after.token_ids",
+                f"at most {MAX_GRAMMAR_AFTER} ids; got {len(message.grammar_after.token_ids)}",
+            )
+        )
+    if message.HasField("grammar_after") and params.structured_outputs is None:
+        found.append(Violation("grammar_after", "has no meaning without sampling.structured_outputs"))
     if len(message.eos_token_ids) > MAX_STOP_TOKEN_IDS:
         found.append(Violation("eos_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids; got {len(message.eos_token_ids)}"))
     if not 1 <= len(message.children) <= MAX_N:
@@ -92,21 +106,10 @@ def _refuse_unimplemented(message: pb.EngineCoreRequest) -> None:
         "prompt_embeds_digest": bool(message.prompt_embeds_digest),
         "multimodal_items": bool(message.multimodal_items),
         "pooling": message.WhichOneof("params") == "pooling",
-        "bad_word_ids": bool(message.bad_word_ids),
         "adapter": bool(message.adapter or message.adapter_digest),
         "data_parallel_rank": message.data_parallel_rank > 0,
         "second_segment_start": message.HasField("second_segment_start"),
-        "grammar_after": message.HasField("grammar_after"),
-        "sampling.structured_outputs": sampling.HasField("structured_outputs"),
-        "sampling.repetition_detection": sampling.HasField("repetition_detection"),
         "sampling.thinking_token_budget": sampling.HasField("thinking_token_budget"),
-        "sampling.prompt_logprob_token_ids": bool(sampling.prompt_logprob_token_ids),
-        "sampling.prompt_logprob_start": sampling.HasField("prompt_logprob_start"),
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.allowed_token_ids": bool(sampling.allowed_token_ids),
-        "sampling.presence_penalty": sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
-        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
     }
     names = [name for name, is_set in present.items() if is_set]
     if names:
@@ -130,7 +133,7 @@ def _length_violations(
     text = f"{prompt_len} prompt tokens" + (f" and {generated} generated ones" if generated else "")
     if length >= limits.model.max_model_len:
         return [Violation("prompt_token_ids", f"{text} leave no room in max_model_len = {limits.model.max_model_len}")]
-    if params.max_tokens is not None and generated >= params.max_tokens:
+    if params.max_tokens is not None and generated >= max(params.max_tokens, 1):
         return [Violation("children", f"{generated} generated tokens already reach max_tokens = {params.max_tokens}")]
     if length > limits.max_kv_tokens:
         return [Violation("prompt_token_ids", f"{text} do not fit into the KV cache of {limits.max_kv_tokens} tokens")]
@@ -163,7 +166,10 @@ def _build(
         received=now,
         deadline=now + seconds(message.timeout) if message.HasField("timeout") else None,
         time_limit=arrival + params.time_limit_s if params.time_limit_s is not None else None,
-        block_keys=BlockKeys((("cache_salt", message.cache_salt),) if message.cache_salt else ()),
+        grammar_after=tuple(message.grammar_after.token_ids),
+        block_keys=BlockKeys.of_first_block(cache_salt=message.cache_salt),
+        edits=requested_edits(params, [word.token_ids for word in message.bad_word_ids]),
+        prompt_logprobs_sent=params.first_prompt_logprob,
     )
     request.sequences = [
         Sequence(request, slot=child.slot, index=child.index, seed=child.seed, output=output)

@@ -14,9 +14,9 @@ back, so cached content is evicted last, oldest first, and the end of a prefix b
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from headrace.core_service.block_keys import BlockKeys, ExtraKey
+from headrace.common.block_hashes import BlockKeys
 from headrace.core_service.free_blocks import FreeBlockQueue
-from headrace.core_service.prefix_cache import ROOT, PrefixCache
+from headrace.core_service.prefix_cache import ROOT, PrefixCache, PrefixListener
 
 
 class BlockManager:
@@ -31,6 +31,8 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._cache = PrefixCache(block_size)
         self._caching = enable_prefix_caching
+        # Held since before the cache was last emptied: their content, which may be half written, is not shared again.
+        self._not_shared: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -59,41 +61,65 @@ class BlockManager:
 
         Returns None, and changes nothing, if fewer than `keep_free` blocks would be left.
         """
-        revived = sum(1 for block in shared if self._references[block] == 0)
-        if num_new + keep_free > len(self._free) - revived:
+        references = self._references
+        revived = [block for block in shared if not references[block]]
+        if num_new + keep_free > len(self._free) - len(revived):
             return None
+        self._free.remove(revived)
         for block in shared:
-            if self._references[block] == 0:
-                self._free.remove(block)
-            self._references[block] += 1
-        fresh = [self._free.pop() for _ in range(num_new)]
+            references[block] += 1
+        fresh = self._free.take(num_new)
         for block in fresh:
+            references[block] = 1
             self._cache.forget(block)
-            self._references[block] = 1
+        if self._not_shared:
+            self._not_shared.difference_update(fresh)
         return fresh
 
-    def store(self, block: int, parent: int, extra: ExtraKey, tokens: bytes) -> int | None:
-        """Makes a full block findable; returns its prefix node, or None where nothing is cached."""
-        return self._cache.store(block, parent, extra, tokens) if self._caching else None
+    def store(self, block: int, parent: int, extra: bytes, tokens: bytes) -> int | None:
+        """Makes a full block findable by its tokens and extra keys; returns its prefix node, or None if it is not
+        cached."""
+        if not self._caching or block in self._not_shared:
+            return None
+        return self._cache.store(block, parent, tokens + extra)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Gives back one reference to each block of a sequence (first to last). Raises ValueError on a block not
         held."""
+        references, cache = self._references, self._cache
+        cached, empty = [], []
         for block in reversed(blocks):
-            references = self._references[block] - 1
-            if references < 0:
+            left = references[block] - 1
+            if left < 0:
                 raise ValueError(f"block {block} is not held")
-            self._references[block] = references
-            if references == 0:
-                if block in self._cache:
-                    self._free.append(block)
+            references[block] = left
+            if not left:
+                if block in cache:
+                    cached.append(block)
                 else:
-                    self._free.prepend(block)
+                    empty.append(block)
+        self._free.append(cached)
+        self._free.prepend(empty)
+
+    # -- the prefix cache as a whole -----------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached content; blocks in use stay with their holders but are not shared anew. Returns the
         count."""
+        self._stop_sharing_held()
         return self._cache.clear()
+
+    def set_weights_version(self, version: str) -> int:
+        """The same, since the weights have changed: other weights start other hash chains. Returns the count."""
+        self._stop_sharing_held()
+        return self._cache.set_weights_version(version)
+
+    def watch(self, listener: PrefixListener | None) -> None:
+        """Tells `listener` what is cached now, and each change from now on; None ends that."""
+        self._cache.watch(listener)
+
+    def _stop_sharing_held(self) -> None:
+        self._not_shared = {block for block, references in enumerate(self._references) if references}
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raises RuntimeError unless the block lists of `holders` explain every reference, and all else is free."""
@@ -104,6 +130,8 @@ class BlockManager:
                 raise RuntimeError(f"block {block} has {references} references, but {expected[block]} holders")
             if (references == 0) != (block in self._free):
                 raise RuntimeError(f"block {block} with {references} references is on the wrong side of the free queue")
+            if block in self._not_shared and block in self._cache:
+                raise RuntimeError(f"block {block} is shared although it was held when the cache was emptied")
         if expected[0] or self._references[0] or 0 in self._free:
             raise RuntimeError("the null block is in use")
         if sum(1 for _ in self._free) != len(self._free):

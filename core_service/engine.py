@@ -28,6 +28,7 @@ from headrace.core_service.engine_outputs import EngineOutputs
 from headrace.core_service.execution_lane import BackgroundLane, InlineLane
 from headrace.core_service.grammar import CompiledGrammar, GrammarBackend
 from headrace.core_service.planned_step import PlannedStep
+from headrace.core_service.prefix_cache import PrefixListener
 from headrace.core_service.progress import ProgressWatch
 from headrace.core_service.request import ClientId, Request, Sequence
 from headrace.core_service.scheduler import Scheduler
@@ -76,12 +77,18 @@ class Engine:
         *,
         grammars: GrammarBackend | None = None,
         overlap: bool = False,
+        check_when_idle: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `overlap` the next step is planned while one computes. `grammars` is the scheduler's own."""
+        """With `overlap` the next step is planned while one computes. `grammars` is the scheduler's own.
+
+        With `check_when_idle` every block and row is checked whenever there is nothing to do, at a cost that grows with
+        the pool: for tests and for whoever hunts a fault.
+        """
         self._scheduler = scheduler
         self._lane = BackgroundLane(runner.execute) if overlap else InlineLane(runner.execute)
         self._overlap = overlap
+        self._check_when_idle = check_when_idle
         self._under_way: _StepUnderWay | None = None
         self._grammars = grammars
         self._limits = limits
@@ -109,6 +116,8 @@ class Engine:
         """Ends the thread after the step under way; False if that step does not end in time."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
+        if self._grammars is not None:
+            self._grammars.close()
         return not self._thread.is_alive()
 
     @property
@@ -165,6 +174,10 @@ class Engine:
     def reset_prefix_cache(self) -> "Future[int]":
         """Forgets cached prefixes; the future has the number of blocks."""
         return self._call(self._scheduler.reset_prefix_cache)
+
+    def watch_prefix_cache(self, listener: PrefixListener | None) -> "Future[None]":
+        """Tells `listener` what is cached and each change from then on, on the engine's thread; None ends that."""
+        return self._call(lambda: self._scheduler.blocks.watch(listener))
 
     def check_integrity(self) -> "Future[None]":
         """Checks every block and row between two steps; the future raises RuntimeError if something is wrong."""
@@ -223,6 +236,8 @@ class Engine:
     def _take_inbox(self, outputs: EngineOutputs) -> bool:
         """Runs all commands that are there, waiting for one if there is nothing else to do; False to stop."""
         block = not self._has_work or self._stalled
+        if self._check_when_idle and not self._has_work:
+            self._scheduler.check_integrity()
         while True:
             try:
                 command = self._inbox.get(block, self._longest_wait()) if block else self._inbox.get_nowait()

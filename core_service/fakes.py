@@ -65,7 +65,8 @@ class FakeRunner:
     def _prompt_logprobs(self, wanted: PromptLogprobRange) -> LogprobRows:
         if not 0 <= wanted.num_logprobs <= self.vocab_size:
             raise ValueError(f"num_logprobs must be between 0 and {self.vocab_size}; got {wanted.num_logprobs}")
-        entries = [[target, *range(wanted.num_logprobs)] for target in wanted.target_ids.tolist()]
+        more = [] if wanted.more_ids is None else wanted.more_ids.tolist()
+        entries = [[target, *range(wanted.num_logprobs), *more] for target in wanted.target_ids.tolist()]
         return _rows(list(range(len(entries))), entries)
 
 

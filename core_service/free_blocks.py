@@ -1,11 +1,13 @@
-"""Queue of free KV blocks: O(1) at both ends and in the middle.
+"""Queue of free KV blocks: constant time a block at both ends and in the middle.
 
 A block whose content is cached stays in the queue until it is handed out; a cache hit takes it out of the middle. So
 this is a doubly linked list over block ids, kept in two plain lists (no object per block, no allocation after
-construction).
+construction). Blocks come and go by the sequence, so every method takes several at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+
+_NOT_FREE = -1
 
 
 class FreeBlockQueue:
@@ -14,12 +16,11 @@ class FreeBlockQueue:
     def __init__(self, block_ids: range) -> None:
         size = block_ids.stop + 1
         self._end = block_ids.stop  # a sentinel: its neighbours are the last and the first block
-        self._next = [-1] * size
-        self._previous = [-1] * size
+        self._next = [_NOT_FREE] * size
+        self._previous = [_NOT_FREE] * size  # stale while a block is not free
         self._next[self._end] = self._previous[self._end] = self._end
         self._length = 0
-        for block in block_ids:
-            self.append(block)
+        self.append(block_ids)
 
     def __len__(self) -> int:
         return self._length
@@ -31,38 +32,62 @@ class FreeBlockQueue:
             block = self._next[block]
 
     def __contains__(self, block: int) -> bool:
-        return self._next[block] != -1
+        return self._next[block] != _NOT_FREE
 
-    def append(self, block: int) -> None:
-        """Puts a block at the end: reused last."""
-        self._insert(block, self._previous[self._end], self._end)
+    def append(self, blocks: Collection[int]) -> None:
+        """Puts blocks at the end, the last one to be reused last. Raises ValueError if one is free already."""
+        following, previous, end = self._next, self._previous, self._end
+        last = previous[end]
+        for block in blocks:
+            if following[block] != _NOT_FREE:
+                raise ValueError(f"block {block} is free already")
+            following[last] = block
+            following[block] = end
+            previous[block] = last
+            last = block
+        previous[end] = last
+        self._length += len(blocks)
 
-    def prepend(self, block: int) -> None:
-        """Puts a block at the front: reused first."""
-        self._insert(block, self._end, self._next[self._end])
+    def prepend(self, blocks: Collection[int]) -> None:
+        """Puts one block after the other at the front: the last one is reused first. Raises ValueError as `append`."""
+        following, previous, end = self._next, self._previous, self._end
+        first = following[end]
+        for block in blocks:
+            if following[block] != _NOT_FREE:
+                raise ValueError(f"block {block} is free already")
+            previous[first] = block
+            following[block] = first
+            previous[block] = end
+            first = block
+        following[end] = first
+        self._length += len(blocks)
 
-    def pop(self) -> int:
-        """Takes the first block. Raises IndexError if there is none."""
-        block = self._next[self._end]
-        if block == self._end:
-            raise IndexError("no free block")
-        self.remove(block)
-        return block
+    def take(self, count: int) -> list[int]:
+        """Takes blocks from the front. Raises IndexError, and takes none, if there are fewer."""
+        if count > self._length:
+            raise IndexError(f"{count} blocks wanted, {self._length} are free")
+        following, end = self._next, self._end
+        block = following[end]
+        taken = []
+        for _ in range(count):
+            taken.append(block)
+            after = following[block]
+            following[block] = _NOT_FREE
+            block = after
+        following[end] = block
+        self._previous[block] = end
+        self._length -= count
+        return taken
 
-    def remove(self, block: int) -> None:
-        """Takes a block out, wherever it is. Raises ValueError if it is not free."""
-        after = self._next[block]
-        if after == -1:
-            raise ValueError(f"block {block} is not free")
-        before = self._previous[block]
-        self._next[before] = after
-        self._previous[after] = before
-        self._next[block] = self._previous[block] = -1
-        self._length -= 1
-
-    def _insert(self, block: int, before: int, after: int) -> None:
-        if self._next[block] != -1:
-            raise ValueError(f"block {block} is free already")
-        self._next[block], self._previous[block] = after, before
-        self._next[before] = self._previous[after] = block
-        self._length += 1
+    def remove(self, blocks: Collection[int]) -> None:
+        """Takes blocks out, wherever they are. Raises ValueError if one is not free."""
+        following, previous = self._next, self._previous
+        for block in blocks:
+            after = following[block]
+            if after == _NOT_FREE:
+                raise ValueError(f"block {block} is not free")
+            before = previous[block]
+            following[before] = after
+            previous[after] = before
+            following[block] = _NOT_FREE
+        self._length -= len(blocks)

@@ -46,3 +46,7 @@ class GrammarBackend(Protocol):
         """Starts filling the masks of positions `rows` in the samples, one for each grammar; returns at once. The
         grammars must not change until the masks have been waited for."""
         ...
+
+    def close(self) -> None:
+        """Ends its processes and threads, without waiting for work under way."""
+        ...

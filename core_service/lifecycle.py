@@ -139,6 +139,10 @@ class Lifecycle:
         sequence = self._owed.get((row, generation))
         return sequence if sequence is not None and sequence.state is not SequenceState.FINISHED else None
 
+    def is_owed(self, sequence: Sequence) -> bool:
+        """True while a step still draws a token for a sequence that was preempted."""
+        return bool(self._owed) and sequence in self._owed.values()
+
     def take_owed(self, row: int, generation: int) -> Sequence | None:
         """The same; its token is delivered now."""
         sequence = self.owed(row, generation)
@@ -217,6 +221,8 @@ class Lifecycle:
         holders = [self.table.blocks_of(row) for row in self.rows.tolist()]
         holders += [sequence.held_blocks for sequence in self.waiting]
         self.blocks.check_integrity(holders)
+        if any(sequence.state is SequenceState.RUNNING for sequence in self._owed.values()):
+            raise RuntimeError("a sequence was started while a token that it will get is still being drawn")
         if self.table.num_free_rows + len(self.rows) != self.table.capacity:
             raise RuntimeError("rows of the sequence table were lost")
 

@@ -22,8 +22,10 @@ from headrace.core_service.blob_store import BlobStore
 from headrace.core_service.block_manager import BlockManager
 from headrace.core_service.config import CoreConfig
 from headrace.core_service.engine import Engine
+from headrace.core_service.grammar import GrammarBackend
 from headrace.core_service.models.spec_reader import read_model_spec
 from headrace.core_service.scheduler import Scheduler
+from headrace.core_service.structured.backend import build_grammar_backend
 from headrace.core_service.version import CORE_VERSION
 
 # Names of what this core does beyond the first release's contract.
@@ -99,7 +101,8 @@ def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) 
                 f"enable_chunked_prefill is off; got {budget}"
             ]
         )
-    scheduler = Scheduler(blocks, config.scheduler)
+    grammars = _grammars(tokenizer, spec.vocab_size, tuple(spec.eos_token_ids))
+    scheduler = Scheduler(blocks, config.scheduler, grammars)
     blobs = BlobStore(MAX_BLOB_BYTES)
     info = pb.CoreInfo(
         contract_version=CONTRACT_VERSION,
@@ -127,7 +130,16 @@ def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) 
         max_waiting_tokens=limits.max_waiting_tokens,
     )
     overlap = config.scheduler.async_scheduling == "on"
-    return LoadedCore(Engine(scheduler, runner, limits, blobs, overlap=overlap), blobs, info)
+    return LoadedCore(Engine(scheduler, runner, limits, blobs, grammars=grammars, overlap=overlap), blobs, info)
+
+
+def _grammars(tokenizer: TokenizerFiles, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarBackend | None:
+    """What compiles structured_outputs; None if that is not to be had for this tokenizer: such requests are refused."""
+    try:
+        return build_grammar_backend(tokenizer, vocab_size, eos_token_ids)
+    except ValueError as error:
+        log.warning("this core serves no structured outputs", reason=str(error))
+        return None
 
 
 def default_sampling(generation_config: bytes, limits: ModelLimits) -> pb_params.SamplingParams:
@@ -137,7 +149,7 @@ def default_sampling(generation_config: bytes, limits: ModelLimits) -> pb_params
     """
     config: dict[str, Any] = json.loads(generation_config)
     result = pb_params.SamplingParams()
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = config.get(name)
         if value is None:
             continue
@@ -151,6 +163,4 @@ def default_sampling(generation_config: bytes, limits: ModelLimits) -> pb_params
             result.MergeFrom(one)
         else:
             log.warning("a default of the model's generation_config.json is not valid", name=name, value=value)
-    if config.get("repetition_penalty", 1) != 1:
-        log.warning("the model's default repetition_penalty is not applied", value=config["repetition_penalty"])
     return result

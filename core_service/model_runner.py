@@ -104,7 +104,7 @@ class ModelRunner:
         parts = []
         for start, end in row_slices(len(wanted.target_ids), self.spec.vocab_size):
             logits = self._model.logits(hidden[wanted.first + start : wanted.first + end])
-            rows = prompt_logprob_rows(logits, wanted.target_ids[start:end], wanted.num_logprobs)
+            rows = prompt_logprob_rows(logits, wanted.target_ids[start:end], wanted.num_logprobs, wanted.more_ids)
             parts.append(replace(rows, rows=rows.rows + np.int32(start)))
         return join_logprob_rows(parts)
 

@@ -17,9 +17,9 @@ from enum import Enum
 
 import numpy as np
 
+from headrace.common.block_hashes import BlockKeys
 from headrace.common.params import SamplingParams
 from headrace.core_service.batch import Int32Array, LogitEdits
-from headrace.core_service.block_keys import BlockKeys
 from headrace.core_service.grammar import Grammar
 
 ClientId = int

@@ -273,6 +273,8 @@ class Scheduler:
         taken: list[int] = []
         while life.waiting and budget > 0 and table.num_free_rows:
             sequence = life.waiting.first()
+            if life.is_owed(sequence):
+                break  # started now, it would draw the same token again
             something_runs = bool(life.rows.size or admitted)
             row = life.start(
                 sequence,

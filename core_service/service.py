@@ -22,6 +22,7 @@ from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_api.v1 import engine_core_pb2_grpc as pb_grpc
 from headrace.core_service.gateway_stream import GatewayStream, StreamEnvironment, read_hello
+from headrace.core_service.kv_events import KvEvents
 
 TOKENIZER_CHUNK_BYTES = 64 * 1024
 BLOB_CHUNK_BYTES = 256 * 1024
@@ -38,6 +39,7 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
 
     def __init__(self) -> None:
         self._opened: StreamEnvironment | None = None
+        self._kv_events: KvEvents | None = None
         self._tokenizer: TokenizerFiles | None = None
         self._drain_grace_s = 0.0
         self._draining = False
@@ -50,6 +52,7 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
     def open(self, environment: StreamEnvironment, drain_grace_s: float) -> None:
         """From now on the service serves."""
         self._opened = environment
+        self._kv_events = KvEvents(environment.engine)
         self._drain_grace_s = drain_grace_s
 
     # -- the data path -------------------------------------------------------------------------------------------------
@@ -74,6 +77,8 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
         """Ends every stream with a status, after what is still to be written."""
         for stream in self._streams:
             stream.end(error)
+        if self._kv_events is not None:
+            self._kv_events.end(error)
 
     async def wait_for_streams(self, timeout_s: float) -> None:
         """Returns when every stream has ended, or the time is over."""
@@ -171,6 +176,16 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
         blocks = await asyncio.wrap_future(self._environment().engine.reset_prefix_cache())
         return pb.FlushPrefixCacheResponse(blocks=blocks)
 
+    async def WatchKvEvents(  # type: ignore[override]  # a coroutine that writes, where the stubs know generators only
+        self, request: pb.WatchKvEventsRequest, context: Any
+    ) -> None:
+        """What the prefix cache holds, and each change of it from then on."""
+        if self._kv_events is None:
+            raise _loading()
+        with self._kv_events.reading() as stream:
+            while True:
+                await context.write(await stream.next_message())
+
     # -- what this release does not have -------------------------------------------------------------------------------
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
@@ -192,12 +207,6 @@ class CoreService(pb_grpc.EngineCoreServiceServicer):
     async def WakeUp(self, request: pb.WakeUpRequest, context: Any) -> pb.WakeUpResponse:
         """Refused: there is no Sleep."""
         raise _unimplemented("WakeUp")
-
-    async def WatchKvEvents(  # type: ignore[override]  # a coroutine, since it yields nothing
-        self, request: pb.WatchKvEventsRequest, context: Any
-    ) -> None:
-        """Refused: no KV events yet."""
-        raise _unimplemented("WatchKvEvents")
 
     def _environment(self) -> StreamEnvironment:
         if self._opened is None:

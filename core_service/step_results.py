@@ -20,7 +20,8 @@ NOT_FINITE_MESSAGE = "the model's logits for this request are not finite"
 NOTHING_ALLOWED_MESSAGE = (
     "no token may be drawn: structured_outputs, allowed_token_ids, bad_words and min_tokens together leave none"
 )
-GRAMMAR_MESSAGE = "the drawn token does not fit the grammar of structured_outputs"
+# Its mask allowed the token, so it fits; what is refused is the work that going on would take.
+GRAMMAR_MESSAGE = "structured_outputs: the grammar has become too complex to go on with after this output"
 
 
 class StepResults:
@@ -138,7 +139,7 @@ class StepResults:
                 message = NOTHING_ALLOWED_MESSAGE if tokens[i] == NOTHING_ALLOWED else NOT_FINITE_MESSAGE
                 self._fail(sequence, outputs, message, tokens[i] == NOTHING_ALLOWED)
             elif sequence in self._grammar_faults:
-                self._life.finish(sequence, FinishReason.FINISH_REASON_ERROR, outputs, message=GRAMMAR_MESSAGE)
+                self._fail(sequence, outputs, GRAMMAR_MESSAGE, clients_doing=True)
             elif is_eos[i]:
                 self._life.finish(sequence, FinishReason.FINISH_REASON_STOP, outputs)
             elif is_stop[i]:

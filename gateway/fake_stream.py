@@ -189,10 +189,11 @@ class FakeStream:
         return pb.Finished(reason=params_pb2.FINISH_REASON_LENGTH) if len(output) >= most else None
 
     def _add_prompt_logprobs(self, columns: pb.LogprobColumns, slot: int, completion: FakeCompletion) -> None:
+        sampling = completion.request.sampling
         if slot == completion.request.children[0].slot:
             for position, token in enumerate(completion.request.prompt_token_ids):
-                if position:
-                    _add_row(columns, slot, position, token, completion.request.sampling.prompt_logprobs)
+                if position >= max(sampling.prompt_logprob_start, 1):
+                    _add_row(columns, slot, position, token, sampling.prompt_logprobs)
 
 
 def _add_row(columns: pb.LogprobColumns, slot: int, position: int, token: int, num_most_likely: int) -> None:

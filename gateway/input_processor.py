@@ -17,6 +17,7 @@ from headrace.common.errors import InvalidRequest, Violation
 from headrace.common.params import SamplingParams
 from headrace.common.params_wire import duration, sampling_to_wire
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
+from headrace.gateway.bad_words import BadWords, bad_word_sequences
 from headrace.gateway.served_model import ServedModel
 from headrace.gateway.unimplemented import refuse_unimplemented_generate, refuse_unimplemented_prompt
 from headrace.gateway.unknown_fields import unknown_fields
@@ -57,7 +58,7 @@ class PreparedRequest:
     request_id: str
     session_id: str
     model: ServedModel
-    params: SamplingParams
+    params: SamplingParams  # normalized
     engine_request: core_pb.EngineCoreRequest
     output_kind: pb.OutputKind.ValueType
     stream_interval: int
@@ -98,14 +99,20 @@ class InputProcessor:
         if prompt is not None:
             field = f"prompt.{request.prompt.WhichOneof('form')}"
             violations += prompt_length_violations(field, len(prompt.token_ids), params, model)
+        bad_words = await self._bad_words(params, model, violations)
+        if params.structured_outputs is not None and not violations:
+            await model.tools.structured_outputs(params.structured_outputs)
         if violations or prompt is None:
             raise InvalidRequest(violations)
+        params = params.normalized()
         return PreparedRequest(
             request_id=request_id,
             session_id=request.session_id,
             model=model,
             params=params,
-            engine_request=self._engine_request(request, request_id, params, prompt.token_ids, model, arrival),
+            engine_request=self._engine_request(
+                request, request_id, params, prompt.token_ids, bad_words, model, arrival
+            ),
             output_kind=request.output_kind or pb.OUTPUT_KIND_DELTA,
             stream_interval=request.stream_interval if request.HasField("stream_interval") else 1,
             return_prompt_token_ids=request.return_prompt_token_ids,
@@ -163,12 +170,21 @@ class InputProcessor:
             token_ids = await self._in_pool(lambda: model.tokenizer.encode(rendered, add_special_tokens=False))
         return TokenizedPrompt(token_ids[-keep_last:] if keep_last else token_ids, rendered)
 
+    async def _bad_words(self, params: SamplingParams, model: ServedModel, violations: list[Violation]) -> BadWords:
+        """Token sequences of the bad words; none where something else is wrong with the request already."""
+        if violations or not params.bad_words:
+            return []
+        sequences, found = await self._in_pool(lambda: bad_word_sequences(params.bad_words, model.tokenizer))
+        violations += found
+        return sequences
+
     def _engine_request(
         self,
         request: pb.GenerateRequest,
         request_id: str,
         params: SamplingParams,
         prompt_token_ids: list[int],
+        bad_words: BadWords,
         model: ServedModel,
         arrival: Arrival,
     ) -> core_pb.EngineCoreRequest:
@@ -180,6 +196,7 @@ class InputProcessor:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling_to_wire(_for_core(params, age_s)),
             children=[core_pb.Child(index=i, seed=(seed + i) % 2**64) for i in range(params.n)],
+            bad_word_ids=[core_pb.TokenSequence(token_ids=ids) for ids in bad_words],
             eos_token_ids=model.eos_token_ids,
             priority=request.priority,
             age=duration(age_s),
@@ -223,7 +240,6 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
 
 
 def _for_core(params: SamplingParams, age_s: float) -> SamplingParams:
-    """Normalized, with what is left of the time limit, and the drawn token's row where only others were asked for."""
+    """With what is left of the time limit."""
     left = None if params.time_limit_s is None else max(params.time_limit_s - age_s, 1e-3)
-    logprobs = 0 if params.logprobs is None and params.logprob_token_ids else params.logprobs
-    return replace(params.normalized(), time_limit_s=left, logprobs=logprobs)
+    return replace(params, time_limit_s=left)

@@ -21,7 +21,6 @@ from headrace.core_api.v1 import engine_core_pb2 as core_pb
 from headrace.gateway.handshake import check_facts, check_same_model
 from headrace.gateway.served_model import ServedModel
 from headrace.gateway.text_tools import TextTools
-from headrace.gateway.unimplemented import built_defaults
 
 if TYPE_CHECKING:  # it exists for type checkers only
     from headrace.core_api.v1.engine_core_pb2_grpc import EngineCoreServiceAsyncStub
@@ -102,9 +101,6 @@ class ModelCatalog:
         check_same_model(info, self.name, self.tokenizer_digest)
         self._infos[address] = info
         infos = self._infos.values()
-        defaults, dropped = built_defaults(sampling_from_wire(info.default_sampling, SamplingParams()))
-        if dropped:
-            log.warning("the model's default parameters name what is not built yet", dropped=dropped)
         self._model = ServedModel(
             name=info.model,
             info=info,
@@ -113,7 +109,7 @@ class ModelCatalog:
                 max_model_len=min(i.max_model_len for i in infos),
                 max_logprobs=min(i.max_logprobs for i in infos),
             ),
-            default_sampling=defaults,
+            default_sampling=sampling_from_wire(info.default_sampling, SamplingParams()),
             tools=self._tools,
             max_text_bytes=self._max_text_bytes,
         )

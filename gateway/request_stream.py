@@ -35,8 +35,9 @@ class RequestStream:
         self._complete: set[int] = set()  # indices of completions with nothing more to come
         self._aborted: set[int] = set()  # indices of completions that the core was told to stop
         self._first_sent = False
-        wants_prompt_logprobs = request.params.prompt_logprobs is not None
-        self._prompt_logprobs = PromptLogprobs(request.num_prompt_tokens) if wants_prompt_logprobs else None
+        self._prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs = PromptLogprobs(request.num_prompt_tokens, request.params.first_prompt_logprob)
         options = completion_options(request)
         self.completions = [
             Completion(

@@ -1,9 +1,10 @@
-"""A model's tokenizer and chat template, ready to use."""
+"""A model's tokenizer, chat template and check of structured outputs, ready to use."""
 
 from dataclasses import dataclass
 
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.gateway.chat_template import ChatTemplate
+from headrace.gateway.structured_outputs import StructuredOutputsCheck
 from headrace.gateway.tokenizer import Tokenizer
 
 
@@ -13,6 +14,7 @@ class TextTools:
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    structured_outputs: StructuredOutputsCheck
     longest_token_bytes: int
     digest: str
     template_digest: str
@@ -24,12 +26,14 @@ class TextTools:
         return cls(
             tokenizer=tokenizer,
             chat_template=ChatTemplate.from_files(files),
+            structured_outputs=StructuredOutputsCheck.from_files(files),
             longest_token_bytes=max(map(len, tokenizer.pieces(skip_special_tokens=False))),
             digest=files.digest,
             template_digest=files.template_digest,
         )
 
     def close(self) -> None:
-        """Ends the chat template's process."""
+        """Ends the processes of the chat template and of the structured outputs' check."""
+        self.structured_outputs.close()
         if self.chat_template is not None:
             self.chat_template.close()

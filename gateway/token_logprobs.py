@@ -27,17 +27,18 @@ def token_logprobs(row: LogprobRow, tokenizer: Tokenizer) -> pb.TokenLogprobs:
 
 
 class PromptLogprobs:
-    """Rows of prompt positions 1 to `num_tokens` - 1, which may come in any order and more than once.
+    """Rows of prompt positions `start` (at least 1) to `num_tokens` - 1, in any order and perhaps more than once.
 
-    They leave in order, as soon as there is no gap before them; position 0 has an empty row, since nothing predicts it.
+    They leave in order, as soon as there is no gap before them. Positions before have empty rows; nothing predicts
+    position 0.
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, start: int = 1) -> None:
         self.unsent_entries = 0  # candidates that were not taken yet
         self._num_tokens = num_tokens
-        self._rows: dict[int, LogprobRow] = {0: LogprobRow((), (), ())}
+        self._rows = dict.fromkeys(range(start), LogprobRow((), (), ()))
         self._next = 0  # positions below were taken
-        self._end = 1  # positions below have come
+        self._end = start  # positions below have come
 
     @property
     def complete(self) -> bool:

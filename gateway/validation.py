@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from headrace.common.errors import Violation
 from headrace.common.params import SamplingParams
-from headrace.common.params_wire import sampling_from_wire
+from headrace.common.params_wire import sampling_from_wire, wire_violations
 from headrace.gateway.served_model import ServedModel
 from headrace.gateway.unknown_fields import unknown_fields
 from headrace.gateway_api.v1 import generation_pb2 as pb
@@ -13,6 +13,7 @@ from headrace.gateway_api.v1 import generation_pb2 as pb
 CHAT_ROLES = ("system", "user", "assistant", "tool")
 MAX_STOP_STRINGS = 256
 MAX_STOP_BYTES = 4096
+MAX_BAD_WORD_BYTES = 1024
 MAX_NAME_BYTES = 256  # of request_id, session_id and cache_salt
 # Messages inside a request, each of which costs some microseconds on the event loop that all streams share.
 MAX_ITEMS = 16_384
@@ -39,12 +40,10 @@ def generate_violations(request: pb.GenerateRequest, params: SamplingParams, mod
         return found
     if (points := len(request.resume.completions)) > MAX_ITEMS:
         return [Violation("resume.completions", f"at most {MAX_ITEMS} items; got {points}")]
-    found = unknown_fields(request)
+    found = unknown_fields(request) + wire_violations(request.sampling)
     found += params.violations(model.limits)
     found += prompt_violations(request.prompt, model, truncates=params.truncate_prompt_tokens is not None)
     found += _text_violations(request)
-    if request.sampling.WhichOneof("limit") == "until_context" and not request.sampling.until_context:
-        found.append(Violation("sampling.until_context", "must be true where it is set"))
     if request.HasField("stream_interval") and request.stream_interval < 1:
         found.append(Violation("stream_interval", "must be at least 1; got 0"))
     for name in ("request_id", "session_id", "cache_salt"):
@@ -102,12 +101,12 @@ def text_size_violations(field: str, text: str, model: ServedModel, *, truncates
 def prompt_length_violations(
     field: str, num_tokens: int, params: SamplingParams, model: ServedModel
 ) -> list[Violation]:
-    """A prompt that is empty, or leaves no room for a single output token."""
+    """A prompt that is empty, leaves no room for a single output token, or is too short for what is asked of it."""
     longest = model.limits.max_model_len - 1
     if num_tokens == 0:
         return [Violation(field, "must be at least one token; got none")]
     if num_tokens <= longest:
-        return []
+        return params.prompt_violations(num_tokens)
     wanted = "up to the context's end" if params.max_tokens is None else f"{params.max_tokens}"
     return [
         Violation(
@@ -173,4 +172,8 @@ def _text_violations(request: pb.GenerateRequest) -> list[Violation]:
     longest = max((len(text.encode()) for text in stop), default=0)
     if longest > MAX_STOP_BYTES:
         found.append(Violation("text_options.stop", f"strings of at most {MAX_STOP_BYTES} bytes; got one of {longest}"))
+    longest = max((len(word.encode()) for word in request.text_options.bad_words), default=0)
+    if longest > MAX_BAD_WORD_BYTES:
+        field = "text_options.bad_words"
+        found.append(Violation(field, f"words of at most {MAX_BAD_WORD_BYTES} bytes; got one of {longest}"))
     return found

@@ -31,16 +31,19 @@ def sample_logprob_rows(logits: Tensor, tokens: Int32Array, columns: SamplingCol
     return _logprob_rows(logits, rows, tokens[rows], np.maximum(columns.num_logprobs[rows], 0), columns.logprob_ids)
 
 
-def prompt_logprob_rows(logits: Tensor, target_ids: Int32Array, num_logprobs: int) -> LogprobRows:
+def prompt_logprob_rows(
+    logits: Tensor, target_ids: Int32Array, num_logprobs: int, more_ids: Int32Array | None = None
+) -> LogprobRows:
     """Log-probabilities of the prompt tokens `target_ids` [n] under float32 logits [n, vocab] of the positions before.
 
-    Each row has the target and the `num_logprobs` (at least 0) most likely tokens. A row whose logits hold a NaN or
-    +inf, or nothing but -inf, is left out: the result then has fewer than n rows.
+    Each row has the target, the `num_logprobs` (at least 0) most likely tokens and those of `more_ids` [k]. A row whose
+    logits hold a NaN or +inf, or nothing but -inf, is left out: the result then has fewer than n rows.
     """
     if len(logits) != len(target_ids) or num_logprobs < 0:
         raise ValueError(f"got {len(logits)} rows of logits, {len(target_ids)} targets, num_logprobs {num_logprobs}")
     counts = np.full(len(target_ids), num_logprobs, dtype=np.int32)
-    return _logprob_rows(logits, np.arange(len(target_ids)), target_ids, counts, {})
+    more = {} if more_ids is None else dict.fromkeys(range(len(target_ids)), more_ids)
+    return _logprob_rows(logits, np.arange(len(target_ids)), target_ids, counts, more)
 
 
 def _logprob_rows(

@@ -3,9 +3,10 @@
 The law: a token is a pure function of (logits, sampling parameters, seed, output position). A row's token is the same
 alone, in any batch and with any number of threads.
 
-    edits (forbidden ids)  ->  greedy: the largest logit, lowest id first
-                           ->  / temperature  ->  min-p  ->  top-k  ->  top-p  ->  draw
+    edits  ->  greedy: the largest logit, lowest id first
+           ->  / temperature  ->  min-p  ->  top-k  ->  top-p  ->  draw
 
+- edits (`headrace.core_service.sampling.logit_edits`): grammar, allowed ids, bad words, bias, penalties.
 - min-p keeps tokens at least `min_p` times as likely as the most likely one.
 - top-k keeps the first k of all tokens in the order of `headrace.core_service.sampling.token_order`.
 - top-p keeps the shortest run of most likely tokens, in the same order, with that share of what min-p and top-k left.
@@ -16,27 +17,36 @@ token; and since weights are whole numbers (`headrace.core_service.sampling.toke
 so neither threads nor blocks nor a kernel on another device can move a draw.
 
 Each row pays only for what it asks: greedy rows neither exponentials nor a sort, rows without filters and with min-p no
-sort, top-k a look at the largest logit of each group of tokens, top-p a sort of the tokens that can matter.
+sort, top-k a look at the largest logit of each group of tokens, top-p a sort of the tokens that can matter. Rows with
+edits are worked on after those without, and rows with a grammar last of all, when its masks are most likely there.
 
-A row without a finite largest logit (one is NaN or +inf, or all are -inf or forbidden) gets `NO_TOKEN`, and the engine
-ends that request with an error. Other rows are not touched by it.
+A row without a finite largest logit (one is NaN or +inf, or all are -inf) gets `NOT_FINITE`, one whose edits leave no
+token `NOTHING_ALLOWED`, and the engine ends that request with an error. Other rows are not touched by it.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, LogprobRows, SamplingColumns
+from headrace.core_service.batch import (
+    NOT_FINITE,
+    FloatArray,
+    GrammarMasks,
+    Int32Array,
+    Int64Array,
+    LogprobRows,
+    SamplingColumns,
+)
 from headrace.core_service.sampling import token_filters, token_order, token_weights
+from headrace.core_service.sampling.logit_edits import edit_logits_, edited_rows
 from headrace.core_service.sampling.logprobs import sample_logprob_rows
 from headrace.core_service.sampling.philox import RandomStream, random_bits
-from headrace.core_service.sampling.sampling_chunk import SamplingBuffers, SamplingChunk, edited_rows
+from headrace.core_service.sampling.sampling_chunk import LogitEdit, SamplingBuffers, SamplingChunk
 from headrace.core_service.sampling.token_filters import Candidates
-
-NO_TOKEN = -1
 
 _PIECE_ENTRIES = 2**15
 _LOWEST_FINITE = float(np.finfo(np.float32).min)
@@ -51,46 +61,71 @@ class Sampler:
     def __call__(self, logits: Tensor, columns: SamplingColumns) -> tuple[Int32Array, LogprobRows | None]:
         """Draw a token for each row of float32 `logits` [num_samples, vocab], which are left as they were.
 
-        Returns int32 tokens [num_samples] (`NO_TOKEN` where none can be drawn) and the log-probabilities that were
-        asked for (None if none were). Raises ValueError if shape, dtype or vocabulary size do not fit.
+        Returns int32 tokens [num_samples] (`NOT_FINITE` or `NOTHING_ALLOWED` where none can be drawn) and the
+        log-probabilities that were asked for (None if none were). Raises ValueError if shape, dtype or vocabulary size
+        do not fit, also those of the grammars' masks.
         """
         num_samples = len(columns.temperature)
         if logits.dtype != torch.float32 or logits.dim() != 2 or len(logits) != num_samples:
             raise ValueError(f"logits must be float32 [{num_samples}, vocab]; got {logits.dtype} {list(logits.shape)}")
-        tokens = np.full(num_samples, NO_TOKEN, dtype=np.int32)
-        greedy = columns.temperature == 0
+        tokens = np.zeros(num_samples, dtype=np.int32)
         edited = edited_rows(columns)
-        _take_largest(logits, np.flatnonzero(greedy & ~edited), tokens)
-        if not (greedy & ~edited).all():
-            self._draw(logits, columns, greedy, edited, tokens)
+        in_grammar = np.zeros(num_samples, dtype=np.bool_)
+        if columns.grammar is not None:
+            in_grammar[columns.grammar.rows] = True
+        as_they_are = ~(edited | in_grammar)
+        taken = as_they_are & (columns.temperature == 0)
+        _take_largest(logits, np.flatnonzero(taken), tokens)
+        self._draw(logits, columns, as_they_are & ~taken, None, tokens)
+        self._draw(logits, columns, edited & ~in_grammar, partial(edit_logits_, columns=columns), tokens)
+        if columns.grammar is not None:
+            self._draw(logits, columns, in_grammar, _MaskedEdit(columns, columns.grammar, logits.shape[1]), tokens)
         return tokens, sample_logprob_rows(logits, tokens, columns)
 
     def _draw(
         self,
         logits: Tensor,
         columns: SamplingColumns,
-        greedy: NDArray[np.bool_],
-        edited: NDArray[np.bool_],
+        wanted: NDArray[np.bool_],
+        edit: LogitEdit | None,
         tokens: Int32Array,
     ) -> None:
-        """Fill in the tokens of all rows that are drawn or edited."""
+        """Fill in the tokens of the rows in `wanted` [num_samples], after `edit` where there is one."""
+        if not wanted.any():
+            return
         if self._buffers is None or self._buffers.vocab_size != logits.shape[1]:
             self._buffers = SamplingBuffers(logits.shape[1])
         buffers = self._buffers
         bits = random_bits(columns.seed, columns.output_position, RandomStream.TOKEN)
+        greedy = columns.temperature == 0
         top_k = ~greedy & (columns.top_k > 0)
         top_p = ~greedy & ~top_k & (columns.top_p < 1)
         min_p = ~greedy & ~top_k & ~top_p & (columns.min_p > 0)
         for rows_of_kind, draw_chunk in (
-            (greedy & edited, _take_largest_edited),
+            (greedy, _take_largest_edited),
             (top_k, _draw_from_top_k),
             (top_p, _draw_from_top_p),
             (min_p, _draw_from_min_p),
             (~(greedy | top_k | top_p | min_p), _draw_from_all),
         ):
-            for rows in buffers.cut(np.flatnonzero(rows_of_kind)):
-                chunk = buffers.load(logits, columns, rows, bits)
-                tokens[rows] = np.where(chunk.usable, draw_chunk(chunk, buffers), NO_TOKEN)
+            for rows in buffers.cut(np.flatnonzero(rows_of_kind & wanted)):
+                chunk = buffers.load(logits, columns, rows, bits, edit)
+                tokens[rows] = np.where(chunk.fault == 0, draw_chunk(chunk, buffers), chunk.fault)
+
+
+class _MaskedEdit:
+    """The edits of rows with a grammar. Made when the other rows are done, since it waits for the masks."""
+
+    def __init__(self, columns: SamplingColumns, grammar: GrammarMasks, vocab_size: int) -> None:
+        self._columns = columns
+        self._rows = grammar.rows
+        self._masks = grammar.wait()
+        shape = (len(self._rows), -(-vocab_size // 32))
+        if self._masks.shape != shape or self._masks.dtype != np.int32:
+            raise ValueError(f"masks must be int32 {shape}; got {self._masks.dtype} {self._masks.shape}")
+
+    def __call__(self, work: Tensor, rows: Int64Array) -> None:
+        edit_logits_(work, rows, self._columns, self._masks[np.searchsorted(self._rows, rows)])
 
 
 def _take_largest(logits: Tensor, rows: Int64Array, tokens: Int32Array) -> None:
@@ -100,7 +135,7 @@ def _take_largest(logits: Tensor, rows: Int64Array, tokens: Int32Array) -> None:
         found = values.argmax(-1)
     else:  # row by row: gathering the rows would copy more than argmax reads
         found = np.fromiter((values[row].argmax() for row in rows), dtype=np.int64, count=len(rows))
-    tokens[rows] = np.where(np.isfinite(values[rows, found]), found, NO_TOKEN)  # argmax stops at a NaN
+    tokens[rows] = np.where(np.isfinite(values[rows, found]), found, NOT_FINITE)  # argmax stops at a NaN
 
 
 def _take_largest_edited(chunk: SamplingChunk, _: SamplingBuffers) -> Int32Array:

@@ -3,19 +3,30 @@
 Work on a few rows at a time keeps the passes over the vocabulary inside the processor's caches and bounds the memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core_service.batch import FloatArray, Int32Array, Int64Array, SamplingColumns, UInt64Array
+from headrace.core_service.batch import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    FloatArray,
+    Int32Array,
+    Int64Array,
+    SamplingColumns,
+    UInt64Array,
+)
 from headrace.core_service.sampling import token_order, token_weights
 
 _BLOCK_SIZE = 128
 _CHUNK_ENTRIES = 2**19
+
+
+# Edits the copied logits [num_rows, padded vocab] of some rows of the batch, int64 [num_rows].
+LogitEdit = Callable[[Tensor, Int64Array], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +35,7 @@ class SamplingChunk:
 
     logits: Tensor  # [num_rows, padded vocab] float32, edited; padding is -inf
     largest: Tensor  # [num_rows] float32, largest logit
-    usable: NDArray[np.bool_]  # [num_rows]; the logits of other rows are replaced by harmless ones
+    fault: Int32Array  # [num_rows] NOT_FINITE, NOTHING_ALLOWED or 0; logits of rows with a fault are harmless ones
     rate: FloatArray  # [num_rows] of `token_weights.rates`; without meaning for greedy rows
     top_k: Int32Array  # [num_rows]
     top_p: FloatArray  # [num_rows]
@@ -54,25 +65,26 @@ class SamplingBuffers:
         for first in range(0, len(rows), self._num_rows):
             yield rows[first : first + self._num_rows]
 
-    def load(self, logits: Tensor, columns: SamplingColumns, rows: Int64Array, bits: UInt64Array) -> SamplingChunk:
+    def load(
+        self, logits: Tensor, columns: SamplingColumns, rows: Int64Array, bits: UInt64Array, edit: LogitEdit | None
+    ) -> SamplingChunk:
         """Copy rows of the batch and edit their logits; `bits` are those of the whole batch."""
         work = self._logits[: len(rows)]
         side_by_side = rows[-1] - rows[0] == len(rows) - 1
         work[:, : self.vocab_size] = logits[rows[0] : rows[-1] + 1] if side_by_side else logits[torch.from_numpy(rows)]
         work[:, self.vocab_size :] = -torch.inf
         largest = work.amax(-1)
-        usable = largest.isfinite()  # seen before the edits, which might hide a NaN
-        if _edit(work, columns, rows):
+        fault = np.zeros(len(rows), dtype=np.int32)
+        _find_faults_(work, largest, fault, NOT_FINITE)  # before the edits, which might hide a NaN
+        if edit is not None:
+            edit(work, rows)
             largest = work.amax(-1)
-            usable &= largest.isfinite()
-        if not usable.all():
-            work[~usable] = 0
-            largest[~usable] = 0
+            _find_faults_(work, largest, fault, NOTHING_ALLOWED)
         temperature = columns.temperature[rows]
         return SamplingChunk(
             logits=work,
             largest=largest,
-            usable=usable.numpy(),
+            fault=fault,
             rate=token_weights.rates(np.where(temperature == 0, np.float32(1), temperature)),
             top_k=columns.top_k[rows],
             top_p=columns.top_p[rows],
@@ -99,16 +111,11 @@ class SamplingBuffers:
         return torch.unflatten(whole, 1, (-1, _BLOCK_SIZE))
 
 
-def edited_rows(columns: SamplingColumns) -> NDArray[np.bool_]:
-    """Mask [num_samples] of the rows whose logits are changed before anything is drawn."""
-    edited = np.zeros(len(columns.temperature), dtype=np.bool_)
-    edited[list(columns.forbidden_ids)] = True
-    return edited
-
-
-def _edit(work: Tensor, columns: SamplingColumns, rows: Int64Array) -> bool:
-    """Apply the batch's edits to the copied logits [num_rows, padded vocab] of `rows`; False if there are none."""
-    places = [(i, ids) for i, row in enumerate(rows.tolist()) if (ids := columns.forbidden_ids.get(row)) is not None]
-    for i, ids in places:
-        work[i, torch.from_numpy(ids).long()] = -torch.inf
-    return bool(places)
+def _find_faults_(work: Tensor, largest: Tensor, fault: Int32Array, kind: int) -> None:
+    """Marks rows of `work` [num_rows, padded vocab] whose `largest` logit is not finite, and makes both harmless."""
+    unusable = ~largest.isfinite()
+    if unusable.any():
+        found = unusable.numpy()
+        fault[found & (fault == 0)] = kind
+        work[unusable] = 0
+        largest[unusable] = 0

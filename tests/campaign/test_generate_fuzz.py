@@ -62,6 +62,10 @@ def fill_good_options(request, rng):
         ("logprobs", [0, 1, 20]),
         ("prompt_logprobs", [0, 3]),
         ("seed", [0, 7, 2**64 - 1]),
+        ("presence_penalty", [-2, 0, 0.5]),
+        ("frequency_penalty", [-2, 0, 0.5]),
+        ("repetition_penalty", [0.5, 1, 1e30]),
+        ("prompt_logprob_start", [0]),
     ):
         if rng.random() < 0.25:
             setattr(sampling, name, rng.choice(values))
@@ -69,6 +73,12 @@ def fill_good_options(request, rng):
         sampling.stop_token_ids.extend(rng.choice([[97], [98, 99], list(range(200))]))
     if rng.random() < 0.2:
         request.text_options.stop.extend(rng.choice([["d"], ["fg", "g"], ["é"], ["zz"] * 5]))
+    if rng.random() < 0.1:
+        request.text_options.bad_words.extend(rng.choice([["d"], [" de", "é"], ["never"]]))
+    if rng.random() < 0.1:
+        sampling.logit_bias.update(rng.choice([{97: 1e30}, {0: -1.5, 255: 2.5}]))
+    if rng.random() < 0.1:
+        sampling.allowed_token_ids.extend(rng.choice([[97], range(256)]))
     if rng.random() < 0.1:
         request.stream_interval = rng.choice([1, 7])
     if rng.random() < 0.1:
@@ -141,7 +151,7 @@ async def test_fuzz(scale):
 
         await asyncio.gather(*(worker(total // 24, rng.random()) for _ in range(24)))
         assert set(seen) <= EXPECTED, seen
-        assert seen[grpc.StatusCode.OK] >= 0.2 * total, seen
+        assert seen[grpc.StatusCode.OK] >= 0.15 * total, seen
         assert seen[grpc.StatusCode.INVALID_ARGUMENT] >= 0.2 * total, seen
 
         async def all_gone():

@@ -7,8 +7,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from headrace.common.block_hashes import BlockKeys
 from headrace.common.params import SamplingParams
-from headrace.core_service.block_keys import BlockKeys
 from headrace.core_service.block_manager import BlockManager
 from headrace.core_service.config import SchedulerConfig
 from headrace.core_service.engine_outputs import EngineOutputs
@@ -37,7 +37,7 @@ def make_request(rng, now, slot):
         arrival=now - rng.choice([0, 0, 50]),
         received=now,
         deadline=now + rng.randint(1, 60) if rng.random() < 0.2 else None,
-        block_keys=BlockKeys(rng.choice([(), (), (("cache_salt", "tenant"),)])),
+        block_keys=BlockKeys.of_first_block(cache_salt=rng.choice(["", "", "tenant"])),
     )
     request.sequences = [Sequence(request, slot=slot + i, index=i, seed=i) for i in range(params.n)]
     return request

@@ -149,8 +149,9 @@ def test_a_bad_request_gets_a_terminal_row_and_its_neighbours_run(make_engine):
             code_pb2.INVALID_ARGUMENT,
             "children: must have an index of its own each",
         ),
-        ({"presence_penalty": 1.0}, code_pb2.UNIMPLEMENTED, "sampling.presence_penalty"),
-        ({"logit_bias": {1: 1.0}}, code_pb2.UNIMPLEMENTED, "sampling.logit_bias"),
+        ({"presence_penalty": 2.5}, code_pb2.INVALID_ARGUMENT, "sampling.presence_penalty"),
+        ({"logit_bias": {5000: 1.0}}, code_pb2.INVALID_ARGUMENT, "sampling.logit_bias"),
+        ({"thinking_token_budget": 5}, code_pb2.UNIMPLEMENTED, "sampling.thinking_token_budget"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(make_engine, changes, code, says):

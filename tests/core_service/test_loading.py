@@ -21,7 +21,14 @@ def test_defaults_come_from_the_generation_config():
     assert not found.HasField("min_p")
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 5}, {"top_p": 0}, {"top_k": -7}, {"min_p": "much"}, {"top_k": 2**40}])
+def test_a_models_own_repetition_penalty_is_a_default():
+    assert round(defaults_of(repetition_penalty=1.1).repetition_penalty, 3) == 1.1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"temperature": 5}, {"top_p": 0}, {"top_k": -7}, {"min_p": "much"}, {"top_k": 2**40}, {"repetition_penalty": 0}],
+)
 def test_what_breaks_the_rules_is_left_out_with_a_warning(bad):
     with structlog.testing.capture_logs() as lines:
         found = defaults_of(**bad)

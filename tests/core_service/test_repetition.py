@@ -10,7 +10,8 @@ from headrace.core_service.repetition import ends_in_repetition
 
 
 def detects(output, sizes, count):
-    return ends_in_repetition(np.array(output, np.int32), RepetitionDetectionParams(*sizes, count))
+    smallest, largest = sizes
+    return ends_in_repetition(np.array(output, np.int32), RepetitionDetectionParams(smallest, largest, count))
 
 
 def oracle(output, sizes, count):

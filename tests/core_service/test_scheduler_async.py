@@ -99,6 +99,21 @@ def test_a_preempted_sequence_can_end_by_the_token_that_was_being_drawn(make_har
     harness.assert_idle()
 
 
+def test_a_preempted_sequence_starts_again_only_after_the_token_that_was_being_drawn(make_harness):
+    """What pushes it out needs less than it freed, since its prompt is cached: it could go on at once."""
+    harness = make_harness(overlap=True, num_blocks=8, block_size=4, budget=12, max_num_seqs=4, max_model_len=28)
+    request = harness.request([0, 1, 2, 3, 4, 5], n=2, max_tokens=5, priority=1)
+    harness.request([0], max_tokens=1)
+    for _ in range(4):
+        harness.step()
+    harness.request(list(range(9)), max_tokens=1)
+    harness.run()
+    assert sum(sequence.preemptions for sequence in request.sequences)
+    for sequence in request.sequences:
+        assert harness.tokens[sequence] == [6, 7, 8, 9, 10]
+    harness.assert_idle()
+
+
 def test_a_reset_of_the_cache_with_a_step_under_way_loses_nothing(harness):
     requests = [harness.request(list(range(s, s + 40)), max_tokens=12) for s in (0, 200)]
     for _ in range(20):

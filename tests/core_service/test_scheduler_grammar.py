@@ -60,6 +60,9 @@ class Backend:
         self.asked.append([grammar.taken for grammar in grammars])
         return Masks(rows)
 
+    def close(self):
+        pass
+
 
 @pytest.fixture
 def harness(make_any_harness):

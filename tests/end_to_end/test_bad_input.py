@@ -9,7 +9,6 @@ from pair_requests import PairClient, make_request, violated_fields
 
 from headrace.common.model_files import resolve_model
 from headrace.common.tokenizer_files import load_tokenizer_files
-from headrace.common.v1 import params_pb2
 from headrace.gateway_api.v1 import admin_pb2
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
@@ -257,16 +256,7 @@ def sampling(**fields: Any) -> pb.GenerateRequest:
 
 
 UNBUILT: dict[str, pb.GenerateRequest] = {
-    "sampling.presence_penalty": sampling(presence_penalty=1),
-    "sampling.frequency_penalty": sampling(frequency_penalty=1),
-    "sampling.repetition_penalty": sampling(repetition_penalty=1.5),
-    "sampling.logit_bias": sampling(logit_bias={5: 1.0}),
-    "sampling.allowed_token_ids": sampling(allowed_token_ids=[5]),
-    "sampling.structured_outputs": sampling(structured_outputs=params_pb2.StructuredOutputs(regex="a+")),
-    "sampling.repetition_detection": sampling(
-        repetition_detection=params_pb2.RepetitionDetection(min_pattern_size=1, max_pattern_size=2, min_count=2)
-    ),
-    "text_options.bad_words": with_text_options(bad_words=["bad"]),
+    "sampling.thinking_token_budget": sampling(thinking_token_budget=100),
     "adapter": pb.GenerateRequest(prompt=pb.Prompt(text="hello"), adapter="mine"),
     "resume": pb.GenerateRequest(prompt=pb.Prompt(text="hello"), resume=pb.Resume()),
     "data_parallel_rank": pb.GenerateRequest(prompt=pb.Prompt(text="hello"), data_parallel_rank=0),

@@ -6,7 +6,6 @@ from typing import Any
 import grpc
 import pytest
 from gateway_harness import Client, text_request
-from google.protobuf.json_format import Parse
 
 from headrace.common.errors import InvalidRequest, RequestError
 from headrace.common.rpc_status import from_rpc_error
@@ -85,6 +84,18 @@ TABLE = {
     "empty stop": (request(lambda r: r.text_options.stop.append("")), "text_options.stop"),
     "many stops": (request(lambda r: r.text_options.stop.extend(["x"] * 257)), "text_options.stop"),
     "long stop": (request(lambda r: r.text_options.stop.append("x" * 4097)), "text_options.stop"),
+    "empty bad word": (request(lambda r: r.text_options.bad_words.append("")), "text_options.bad_words"),
+    "many bad words": (request(lambda r: r.text_options.bad_words.extend(["x"] * 129)), "text_options.bad_words"),
+    "long bad word": (request(lambda r: r.text_options.bad_words.append("x" * 1025)), "text_options.bad_words"),
+    "many bad sequences": (
+        request(lambda r: r.text_options.bad_words.extend(chr(ord("!") + i) for i in range(65))),
+        "text_options.bad_words",
+    ),
+    "bad word of many tokens": (
+        request(lambda r: r.text_options.bad_words.extend(["ok", "x" * 1024])),
+        "text_options.bad_words[1]",
+    ),
+    "prompt start too far": (text_request("abc", prompt_logprob_start=3), "sampling.prompt_logprob_start"),
     "truncate to 0": (
         request(lambda r: setattr(r.text_options, "truncate_prompt_tokens", 0)),
         "text_options.truncate_prompt_tokens",
@@ -171,16 +182,7 @@ async def test_fields_of_a_newer_contract_are_refused_by_number_and_place(client
 
 
 NOT_BUILT = {
-    "sampling.presence_penalty": text_request("a", presence_penalty=1),
-    "sampling.frequency_penalty": text_request("a", frequency_penalty=-1),
-    "sampling.repetition_penalty": text_request("a", repetition_penalty=1.1),
-    "sampling.logit_bias": request(lambda r: r.sampling.logit_bias.update({1: 1.0})),
-    "sampling.allowed_token_ids": request(lambda r: r.sampling.allowed_token_ids.append(1)),
-    "sampling.structured_outputs": request(lambda r: setattr(r.sampling.structured_outputs, "regex", "a")),
-    "sampling.repetition_detection": request(
-        lambda r: Parse('{"minPatternSize": 1, "maxPatternSize": 2, "minCount": 2}', r.sampling.repetition_detection)
-    ),
-    "text_options.bad_words": request(lambda r: r.text_options.bad_words.append("x")),
+    "sampling.thinking_token_budget": text_request("a", thinking_token_budget=5),
     "adapter": request(lambda r: setattr(r, "adapter", "x")),
     "resume": request(lambda r: r.resume.SetInParent()),
     "data_parallel_rank": request(lambda r: setattr(r, "data_parallel_rank", 0)),

@@ -7,7 +7,6 @@ import grpc
 import pytest
 from gateway_harness import EOS, KINDS, SECOND_EOS, Client, Gateway, Outcome, eventually, final_text, text_request
 
-from headrace.common.params import SamplingParams
 from headrace.common.v1 import params_pb2
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
 from headrace.gateway.fakes import FakeBehaviour, FakeCore
@@ -61,11 +60,23 @@ async def test_models_defaults_fill_what_the_request_leaves_open(
     client: Client, core: FakeCore, info: core_pb.CoreInfo
 ) -> None:
     info.default_sampling.temperature = 0.25
-    info.default_sampling.repetition_penalty = 1.5  # not built: left out
+    info.default_sampling.repetition_penalty = 1.5
     core.streams[0].send(core_pb.ConnectResponse(welcome=core_pb.Welcome(info=info)))
     await client.generate(text_request("A"))
     await eventually(lambda: _temperature_reaches(client, core, 0.25))
-    assert core.requests[-1].sampling.repetition_penalty == SamplingParams().repetition_penalty
+    assert core.requests[-1].sampling.repetition_penalty == 1.5
+    await client.generate(text_request("A", repetition_penalty=1.0))
+    assert core.requests[-1].sampling.repetition_penalty == 1.0
+
+
+async def test_prompt_logprobs_can_start_late_and_be_asked_for_by_id_only(client: Client, core: FakeCore) -> None:
+    request = text_request("hello", max_tokens=1, prompt_logprob_start=3)
+    request.sampling.prompt_logprob_token_ids.append(7)
+    outcome = await client.generate(request)
+    sent = core.requests[0].sampling
+    assert (sent.prompt_logprobs, list(sent.prompt_logprob_token_ids), sent.prompt_logprob_start) == (0, [7], 3)
+    rows = [[c.token_id for c in row.candidates] for m in outcome.messages for row in m.prompt_logprobs]
+    assert rows == [[], [], [], [ord("l")], [ord("o")]]
 
 
 async def _temperature_reaches(client: Client, core: FakeCore, value: float) -> bool:

@@ -16,12 +16,13 @@ def row(token_id: int) -> LogprobRow:
     return LogprobRow([token_id, 0, 1], [-1.0, -2.0, -3.0], [1, 2, 3])
 
 
-@given(st.integers(1, 40), st.integers(1, 400), st.randoms(use_true_random=False))
+@given(st.integers(1, 40), st.integers(1, 400), st.data(), st.randoms(use_true_random=False))
 def test_rows_leave_once_in_order_and_in_bounded_slices(
-    num_tokens: int, max_bytes: int, choices: random.Random
+    num_tokens: int, max_bytes: int, data: st.DataObject, choices: random.Random
 ) -> None:
-    logprobs = PromptLogprobs(num_tokens)
-    arrivals = [*range(1, num_tokens), *choices.choices(range(1, num_tokens + 1), k=5)]  # again, or too far
+    start = data.draw(st.integers(1, max(num_tokens - 1, 1)))
+    logprobs = PromptLogprobs(num_tokens, start)
+    arrivals = [*range(start, num_tokens), *choices.choices(range(start, num_tokens + 1), k=5)]  # again, or too far
     choices.shuffle(arrivals)
     taken: list[pb.TokenLogprobs] = []
     for position in arrivals:
@@ -34,7 +35,7 @@ def test_rows_leave_once_in_order_and_in_bounded_slices(
     taken += [message for slice_ in logprobs.take_slices(TOKENIZER) for message in slice_]
     assert logprobs.complete
     assert [[c.token_id for c in message.candidates] for message in taken] == [
-        list(dict.fromkeys([position, 0, 1])) if position else [] for position in range(num_tokens)
+        list(dict.fromkeys([position, 0, 1])) if position >= start else [] for position in range(num_tokens)
     ]
 
 

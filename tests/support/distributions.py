@@ -46,5 +46,6 @@ def assert_drawn_from(tokens: NDArray[np.int32], probabilities: NDArray[np.float
     counts, expected = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
     counts, expected = counts[expected > 0], expected[expected > 0]
     freedom = len(counts) - 1
+    assert freedom > 0, "there is nothing to choose from"
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # about one in 10,000 by chance

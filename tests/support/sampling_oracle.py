@@ -136,7 +136,7 @@ def _edited(logit: np.float32, token: int, params: RowParams) -> np.float32:
     barred = (
         (params.in_grammar is not None and token not in params.in_grammar)
         or (params.allowed is not None and token not in params.allowed)
-        or any(params.output[len(params.output) - len(word) + 1 :] + (token,) == word for word in params.bad_words)
+        or any((*params.output[len(params.output) - len(word) + 1 :], token) == word for word in params.bad_words)
         or token in params.forbidden
     )
     if barred or logit == -np.inf:

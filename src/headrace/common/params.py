@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from headrace.common.errors import Violation
+from headrace.common.grammar_rules import constraint_violations
 
 DEFAULT_MAX_TOKENS = 16
 MAX_N = 16_384
@@ -17,8 +18,7 @@ MAX_BAD_WORDS = 128  # words, and token sequences that they become
 MAX_BAD_WORD_TOKENS = 1024  # of one sequence
 MAX_LOGIT_BIAS = 100.0  # a bias further from 0 counts as this
 MAX_LOGPROB_TOKEN_IDS = 128
-# max_pattern_size x min_count of repetition detection: tokens that are compared after every step, for each pattern size.
-MAX_REPETITION_SPAN = 4096
+MAX_REPETITION_SPAN = 4096  # max_pattern_size x min_count of repetition detection: tokens looked at in every step
 MAX_STOP_TOKEN_IDS = 256
 MAX_TIME_LIMIT_S = 1e9
 MAX_NAMED = 5  # bad entries of one list that are named; the rest goes unsaid
@@ -53,7 +53,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetectionParams:
-    """Ends an output that ends in `min_count` copies of a pattern of `min_pattern_size` to `max_pattern_size` tokens."""
+    """Ends an output whose last tokens are `min_count` copies of `min_pattern_size` to `max_pattern_size` tokens."""
 
     min_pattern_size: int
     max_pattern_size: int
@@ -87,8 +87,6 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_token_ids: tuple[int, ...] = ()
     prompt_logprob_start: int | None = None
-    prompt_logprob_token_ids: tuple[int, ...] = ()
-    prompt_logprob_start: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -107,24 +105,30 @@ class SamplingParams:
         """True if the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def first_prompt_logprob(self) -> int:
+        """First prompt position whose log-probabilities are wanted, if any are; nothing predicts position 0."""
+        return max(self.prompt_logprob_start or 0, 1)
+
     def normalized(self) -> "SamplingParams":
         """Equal parameters in one form.
 
-        Greedy switches the filters off, tiny temperatures are raised, -1 means off, biases are clamped; and who asks for
-        the log-probabilities of some ids only gets those of the drawn (or actual) token too.
+        Greedy switches the filters off, tiny temperatures are raised, -1 means off, biases are clamped. Who asks only
+        for the log-probabilities of some ids gets those of the drawn (or the prompt's) token too.
         """
-        plain = replace(
+        greedy = self.greedy
+        logprobs, prompt_logprobs = self.logprobs, self.prompt_logprobs
+        return replace(
             self,
-            logprobs=0 if self.logprobs is None and self.logprob_token_ids else self.logprobs,
-            prompt_logprobs=(
-                0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs
-            ),
+            temperature=0.0 if greedy else max(self.temperature, LOWEST_TEMPERATURE),
+            top_p=1.0 if greedy else self.top_p,
+            top_k=0 if greedy else max(self.top_k, 0),
+            min_p=0.0 if greedy else self.min_p,
+            logprobs=0 if logprobs is None and self.logprob_token_ids else logprobs,
+            prompt_logprobs=0 if prompt_logprobs is None and self.prompt_logprob_token_ids else prompt_logprobs,
             logit_bias=self.logit_bias
             and {i: min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for i, bias in self.logit_bias.items()},
         )
-        if self.greedy:
-            return replace(plain, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        return replace(plain, temperature=max(self.temperature, LOWEST_TEMPERATURE), top_k=max(self.top_k, 0))
 
     def violations(self, limits: ModelLimits) -> list[Violation]:
         """Every rule that these parameters break, under the public contract's field names; empty if they are good."""
@@ -133,6 +137,8 @@ class SamplingParams:
         self._check_limits(found, limits)
         self._check_token_ids(found, limits)
         self._check_text(found)
+        if self.structured_outputs is not None:
+            found.list += constraint_violations(self.structured_outputs)
         return found.list
 
     def prompt_violations(self, num_tokens: int) -> list[Violation]:

@@ -5,6 +5,7 @@
 
 from google.protobuf.duration_pb2 import Duration
 
+from headrace.common.errors import Violation
 from headrace.common.params import (
     DEFAULT_MAX_TOKENS,
     RepetitionDetectionParams,
@@ -64,6 +65,13 @@ def sampling_from_wire(message: pb.SamplingParams, defaults: SamplingParams | No
         skip_reading_prefix_cache=message.skip_reading_prefix_cache,
         time_limit_s=seconds(message.time_limit) if message.HasField("time_limit") else None,
     )
+
+
+def wire_violations(message: pb.SamplingParams) -> list[Violation]:
+    """The rules that a message can break and its `SamplingParams` cannot."""
+    if message.WhichOneof("limit") == "until_context" and not message.until_context:
+        return [Violation("sampling.until_context", "must be true where it is set")]
+    return []
 
 
 def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:

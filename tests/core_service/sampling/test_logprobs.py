@@ -105,6 +105,20 @@ def test_prompt_rows_agree_with_sampled_rows() -> None:
         assert (getattr(prompt, name) == getattr(sampled, name)).all()
 
 
+def test_chosen_ids_come_last_in_every_prompt_row() -> None:
+    logits, targets = normal_logits(40, 33_000), np.arange(40, dtype=np.int32) * 800
+    more = np.array([32_999, 5, 0], np.int32)
+    found = prompt_logprob_rows(logits, targets, 2, more)
+    plain = prompt_logprob_rows(logits, targets, 2)
+    logprobs = torch.log_softmax(logits, -1).numpy()
+    for row in range(40):
+        ids, values, ranks = entries(found, row)
+        assert ids[:3] == entries(plain, row)[0]
+        assert ids[3:] == more.tolist()
+        assert (values == logprobs[row, ids]).all()
+        assert ranks[3:] == [1 + int((logits[row] > logits[row, token]).sum()) for token in more.tolist()]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_rows_without_probabilities_are_left_out(bad: float) -> None:
     logits = normal_logits(4, 50)
