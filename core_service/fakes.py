@@ -1,16 +1,25 @@
 """A model runner that needs no model: for tests, benchmarks of the host side, and people who build on the contract."""
 
 import time
+from itertools import accumulate
 
 import numpy as np
 
-from headrace.core_service.batch import LogprobRows, PromptLogprobRange, SamplingColumns, ScheduledBatch, StepResult
+from headrace.core_service.batch import (
+    Int64Array,
+    LogprobRows,
+    PromptLogprobRange,
+    SamplingColumns,
+    ScheduledBatch,
+    StepResult,
+)
 
 
 class FakeRunner:
     """Draws token (t + 1) % vocab_size after token t, so every output can be foretold; seeds and filters are not read.
 
-    It checks what it is given: a sequence's tokens must lie in the KV slots that its block table names.
+    It checks what it is given: a sequence's tokens must lie in the KV slots that its block table names. What a slot
+    holds stands, as in a real cache, for its token and all tokens before it.
     """
 
     def __init__(self, vocab_size: int, block_size: int, step_time_s: float = 0.0) -> None:
@@ -18,7 +27,7 @@ class FakeRunner:
         self.batches: int = 0
         self._block_size = block_size
         self._step_time_s = step_time_s
-        self._written: dict[int, int] = {}  # KV slot → token
+        self._written: dict[int, int] = {}  # KV slot → `kv_of` the tokens up to the slot's own
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """One step; raises RuntimeError if the batch contradicts itself or reads KV that nobody wrote."""
@@ -33,23 +42,34 @@ class FakeRunner:
             prompt_logprobs=tuple(self._prompt_logprobs(wanted) for wanted in batch.prompt_logprobs),
         )
 
+    def context(self, batch: ScheduledBatch, seq: int) -> list[int]:
+        """What the cache holds for each position of a sequence that has been executed: see `kv_of`."""
+        return [self._written[slot] for slot in self._slots(batch, seq).tolist()]
+
     def _write_and_check(self, batch: ScheduledBatch) -> None:
-        self._written.update(zip(batch.slot_mapping.tolist(), batch.token_ids.tolist(), strict=True))
         for seq in range(batch.num_seqs):
             start, end = batch.query_start[seq], batch.query_start[seq + 1]
             length = int(batch.context_lens[seq])
             if end <= start or batch.positions[end - 1] != length - 1:
                 raise RuntimeError(f"sequence {seq}: positions do not end at its context length {length}")
-            positions = np.arange(length)
-            slots = batch.block_tables[seq, positions // self._block_size] * self._block_size
-            slots += positions % self._block_size
+            slots = self._slots(batch, seq)
             if (batch.slot_mapping[start:end] != slots[batch.positions[start:end]]).any():
                 raise RuntimeError(f"sequence {seq}: slot mapping and block table disagree")
             num_blocks = np.count_nonzero(batch.block_tables[seq])
             if num_blocks * self._block_size < length or batch.block_tables[seq, num_blocks:].any():
                 raise RuntimeError(f"sequence {seq}: its block table is too short, or has holes")
-            if any(slot not in self._written for slot in slots.tolist()):
+            before = slots[: length - int(end - start)].tolist()
+            # Whatever shares blocks with a sequence of the same step stands after it.
+            if any(slot not in self._written for slot in before):
                 raise RuntimeError(f"sequence {seq} reads KV that nobody wrote")
+            new = kv_of(batch.token_ids[start:end].tolist(), self._written[before[-1]] if before else 0)
+            self._written.update(zip(batch.slot_mapping[start:end].tolist(), new, strict=True))
+
+    def _slots(self, batch: ScheduledBatch, seq: int) -> Int64Array:
+        positions = np.arange(int(batch.context_lens[seq]))
+        blocks = batch.block_tables[seq, positions // self._block_size].astype(np.int64)
+        slots: Int64Array = blocks * self._block_size + positions % self._block_size
+        return slots
 
     def _logprobs(self, drawn: np.ndarray, columns: SamplingColumns) -> LogprobRows | None:
         rows = [i for i, count in enumerate(columns.num_logprobs.tolist()) if count >= 0]
@@ -68,6 +88,11 @@ class FakeRunner:
         more = [] if wanted.more_ids is None else wanted.more_ids.tolist()
         entries = [[target, *range(wanted.num_logprobs), *more] for target in wanted.target_ids.tolist()]
         return _rows(list(range(len(entries))), entries)
+
+
+def kv_of(token_ids: list[int], before: int = 0) -> list[int]:
+    """For each token, a number for it and all tokens before it; `before` is that of the one before the first."""
+    return list(accumulate(token_ids, lambda kv, token: hash((kv, token)), initial=before))[1:]
 
 
 def _rows(rows: list[int], entries: list[list[int]]) -> LogprobRows:

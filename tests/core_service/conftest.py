@@ -13,7 +13,7 @@ from headrace.core_service.batch import StepResult
 from headrace.core_service.block_manager import BlockManager
 from headrace.core_service.config import SchedulerConfig
 from headrace.core_service.engine_outputs import EngineOutputs, FinishedSequence
-from headrace.core_service.fakes import FakeRunner
+from headrace.core_service.fakes import FakeRunner, kv_of
 from headrace.core_service.grammar import GrammarBackend
 from headrace.core_service.planned_step import PlannedStep
 from headrace.core_service.request import Request, Sequence
@@ -100,8 +100,11 @@ class Harness:
         batch = self.scheduler.launch(planned)
         self.steps.append(list(zip(owners, np.diff(batch.query_start).tolist(), strict=True)))
         for seq, owner in enumerate(owners):
-            self._check_context(batch, seq, owner)
+            self._check_new_tokens(batch, seq, owner)
         self.under_way = (planned, self.runner.execute(batch))
+        for seq, owner in enumerate(owners):
+            length = int(batch.context_lens[seq])
+            assert self.runner.context(batch, seq) == kv_of(self._known_tokens(owner)[:length])
 
     def _collect(self) -> tuple[PlannedStep, StepResult] | None:
         finished, self.under_way = self.under_way, None
@@ -140,10 +143,13 @@ class Harness:
         assert not self.scheduler._life._owed
         assert not self.scheduler.num_waiting
 
-    def _check_context(self, batch, seq, owner):
+    def _known_tokens(self, sequence):
+        return [*sequence.request.prompt.tolist(), *self.table.output_of(sequence.row).tolist()]
+
+    def _check_new_tokens(self, batch, seq, owner):
         """The new tokens of a batch are the sequence's own, at their places."""
         start, end = batch.query_start[seq], batch.query_start[seq + 1]
-        known = [*owner.request.prompt.tolist(), *self.table.output_of(owner.row).tolist()]
+        known = self._known_tokens(owner)
         positions = batch.positions[start:end].tolist()
         assert batch.token_ids[start:end].tolist() == [known[p] for p in positions]
 
