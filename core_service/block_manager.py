@@ -30,7 +30,7 @@ class BlockManager:
         self._free = FreeBlockQueue(range(1, num_blocks))
         self._references = [0] * num_blocks
         self._cache = PrefixCache(block_size)
-        self._caching = enable_prefix_caching
+        self.caching = enable_prefix_caching
         # Held since before the cache was last emptied: their content, which may be half written, is not shared again.
         self._not_shared: set[int] = set()
 
@@ -48,7 +48,7 @@ class BlockManager:
 
         At most num_tokens - 1 tokens count, since the last one must be computed to get its logits.
         """
-        if not self._caching:
+        if not self.caching:
             return [], ROOT
         return self._cache.match(tokens, (num_tokens - 1) // self.block_size, keys)
 
@@ -79,7 +79,7 @@ class BlockManager:
     def store(self, block: int, parent: int, extra: bytes, tokens: bytes) -> int | None:
         """Makes a full block findable by its tokens and extra keys; returns its prefix node, or None if it is not
         cached."""
-        if not self._caching or block in self._not_shared:
+        if not self.caching or block in self._not_shared:
             return None
         return self._cache.store(block, parent, tokens + extra)
 

@@ -112,6 +112,9 @@ class SchedulerConfig(Section):
     )
     max_waiting_requests: int = setting(4096, help="most requests that wait; 0 is no limit", low=0)
     max_waiting_tokens: int = setting(0, help="most prompt tokens that wait; 0 is no limit", low=0)
+    check_integrity: bool = setting(
+        False, help="for debugging: check every block whenever nothing runs, and end the process if one is astray"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
     engine's thread                           event loop
     tree_is, node_stored, node_removed ──▶ queue ──▶ hash_some ──▶ every reader
 
-The engine only puts what changed into a queue, a fraction of a microsecond a block; hashing takes several times as
-long, and that of a whole tree (0.1 s for 100,000 blocks) longer than a step. It is done in slices so short that neither
-the event loop nor, through the interpreter's lock, the engine waits for them. Nobody watching, there is no feed.
+The engine only puts what changed into a queue, about a microsecond a block. Hashing takes longer, and that of a whole
+tree (0.14 s for 100,000 blocks) longer than a step, so it is done in slices: neither the event loop nor, through the
+interpreter's lock, the engine waits long for one (docs/log.md). Nobody watching, there is no feed.
 """
 
 import threading
@@ -17,7 +17,7 @@ from headrace.common.block_hashes import chained
 from headrace.core_service.kv_event_reader import KvEventReader
 from headrace.core_service.prefix_cache import ROOT, PrefixNode
 
-SLICE = 512  # changes hashed at once: about half a millisecond
+SLICE = 512  # changes hashed at once: less than a millisecond
 MAX_QUEUED = 65_536  # changes, besides those of a snapshot
 
 _Change = PrefixNode | int  # stored, or the id of one that was removed
@@ -52,6 +52,7 @@ class KvEventFeed:
             self._room = len(nodes) + self._max_queued
             self._new_root = root
             self._tree_number += 1
+            self._lost = self._asked = False
         self._wake()
 
     def node_stored(self, node: PrefixNode) -> None:
@@ -84,6 +85,7 @@ class KvEventFeed:
             self._queue.append(change)
             if len(self._queue) > self._room:
                 self._queue.clear()
+                self._new_root = None
                 self._lost = wake = True
         if wake:
             self._wake()

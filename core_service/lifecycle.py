@@ -119,8 +119,9 @@ class Lifecycle:
         if not request.started:
             request.started = True
             request.cached_tokens = min(num_computed, len(request.prompt))
-            self.counters.prefix_query_tokens += len(request.prompt)
-            self.counters.prefix_hit_tokens += request.cached_tokens
+            if self.blocks.caching and request.reads_prefix_cache:
+                self.counters.prefix_query_tokens += len(request.prompt)
+                self.counters.prefix_hit_tokens += request.cached_tokens
         return self.table.add(sequence, [*cached, *fresh], num_computed, node)
 
     def preempt(self, victim: Sequence) -> None:

@@ -130,7 +130,16 @@ def load_core(config: CoreConfig, files: ModelFiles, tokenizer: TokenizerFiles) 
         max_waiting_tokens=limits.max_waiting_tokens,
     )
     overlap = config.scheduler.async_scheduling == "on"
-    return LoadedCore(Engine(scheduler, runner, limits, blobs, grammars=grammars, overlap=overlap), blobs, info)
+    engine = Engine(
+        scheduler,
+        runner,
+        limits,
+        blobs,
+        grammars=grammars,
+        overlap=overlap,
+        check_when_idle=config.scheduler.check_integrity,
+    )
+    return LoadedCore(engine, blobs, info)
 
 
 def _grammars(tokenizer: TokenizerFiles, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarBackend | None:

@@ -16,8 +16,21 @@ SIZE = 16
 PLAIN = BlockKeys()
 
 
+MADE: list[BlockManager] = []
+
+
 def make_manager(num_blocks=11, block_size=SIZE, caching=True):
-    return BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
+    MADE.append(BlockManager(num_blocks, block_size, enable_prefix_caching=caching))
+    return MADE[-1]
+
+
+@pytest.fixture(autouse=True)
+def _every_manager_is_sound_at_the_end():
+    """Whoever holds blocks then is taken at its word."""
+    MADE.clear()
+    yield
+    for manager in MADE:
+        manager.check_integrity([[block] * count for block, count in enumerate(manager._references)])
 
 
 def as_bytes(tokens):
@@ -255,7 +268,7 @@ def test_freeing_what_is_not_held_is_an_error():
     ],
 )
 def test_integrity_sees_every_kind_of_damage(damage):
-    manager = make_manager()
+    manager = BlockManager(11, SIZE)
     held = Running(manager, list(range(20))).blocks
     manager.check_integrity([held])
     damage(manager, held)

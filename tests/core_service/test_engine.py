@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import structlog
 from google.rpc import code_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -83,6 +84,7 @@ def make_engine(request):
             AdmissionLimits(ModelLimits(VOCAB, 512, 20), max_kv_tokens=(num_blocks - 1) * BLOCK, **limits),
             BlobStore(1 << 20),
             overlap=overlap,
+            check_when_idle=True,
         )
         engine.start(on_death=lambda: None)
         engines.append(engine)
@@ -90,9 +92,8 @@ def make_engine(request):
 
     yield make
     for engine in engines:
-        if engine.alive:
-            engine.check_integrity().result(10)
-            engine.stop()
+        engine.check_integrity().result(10)
+        engine.stop()
 
 
 class Gate:
@@ -311,6 +312,30 @@ def test_a_runner_that_raises_kills_the_engine_loudly():
     assert not engine.healthy
     with pytest.raises(EngineDeadError):
         engine.connect(lambda _: None)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_block_that_went_astray_kills_an_engine_that_checks_when_idle(checks):
+    blocks = BlockManager(8, BLOCK)
+    engine = Engine(
+        Scheduler(blocks, SchedulerConfig(2, 64)),
+        FakeRunner(VOCAB, BLOCK),
+        AdmissionLimits(ModelLimits(VOCAB, 64, 5), 112),
+        BlobStore(1 << 20),
+        check_when_idle=checks,
+    )
+    blocks.allocate(1)  # by nobody that the scheduler knows
+    client, died = Client(engine), threading.Event()
+    engine.add(client.id, [request(0)])
+    with structlog.testing.capture_logs() as lines:
+        engine.start(on_death=died.set)
+        if checks:
+            assert died.wait(10)
+            assert "1 references, but 0 holders" in str(lines[0]["exc_info"])
+            assert not engine.healthy
+        else:
+            client.wait(0)
+            engine.stop()
 
 
 def test_logprobs_and_prompt_logprobs_reach_their_slots(make_engine):

@@ -1,126 +1,31 @@
 """EngineCoreService over real gRPC on loopback, with the fake runner behind it."""
 
 import asyncio
+import contextlib
 import hashlib
 
 import grpc
 import pytest
 import structlog
+from core_harness import add, read_until_finished, request, running_core, status_of
 
-from headrace.common.contract_version import CONTRACT_VERSION
 from headrace.common.errors import Unavailable
-from headrace.common.grpc_server import bind, create_server
-from headrace.common.params import ModelLimits
 from headrace.common.tokenizer_files import TokenizerFiles
-from headrace.common.v1.params_pb2 import FinishReason, SamplingParams
+from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_api.v1 import engine_core_pb2 as pb
-from headrace.core_api.v1 import engine_core_pb2_grpc as pb_grpc
 from headrace.core_service import gateway_stream, service
-from headrace.core_service.admission import AdmissionLimits
-from headrace.core_service.blob_store import BlobStore
-from headrace.core_service.block_manager import BlockManager
-from headrace.core_service.config import SchedulerConfig
-from headrace.core_service.engine import Engine
-from headrace.core_service.fakes import FakeRunner
-from headrace.core_service.gateway_stream import StreamEnvironment
-from headrace.core_service.main import MAX_RECEIVE_BYTES
-from headrace.core_service.scheduler import Scheduler
-from headrace.core_service.service import CoreService
 
-VOCAB, BLOCK = 1000, 16
 FILES = TokenizerFiles({"tokenizer.json": b"{}" + b" " * 100_000, "chat_template.jinja": b""})
-
-
-class Core:
-    """A core service on a free port."""
-
-    def __init__(self, step_time_s):
-        scheduler = Scheduler(BlockManager(65, BLOCK), SchedulerConfig(64, 256))
-        limits = AdmissionLimits(ModelLimits(VOCAB, 200_000, 20), max_kv_tokens=64 * BLOCK)
-        self.blobs = BlobStore(4 << 20)
-        self.engine = Engine(scheduler, FakeRunner(VOCAB, BLOCK, step_time_s), limits, self.blobs)
-        self.info = pb.CoreInfo(contract_version=CONTRACT_VERSION, model="fake", tokenizer_digest="digest")
-        self.service = CoreService()
-
-    async def start(self):
-        self.server = create_server(MAX_RECEIVE_BYTES)
-        pb_grpc.add_EngineCoreServiceServicer_to_server(self.service, self.server)
-        port = await bind(self.server, "127.0.0.1", 0)
-        await self.server.start()
-        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        self.stub = pb_grpc.EngineCoreServiceStub(self.channel)
-
-    def open(self):
-        self.engine.start(on_death=lambda: None)
-        self.service.open(StreamEnvironment(self.engine, self.blobs, self.info), drain_grace_s=5.0)
-
-    async def connect(self, **hello):
-        call = self.stub.Connect()
-        hello = {"contract_version": CONTRACT_VERSION, "gateway_epoch": "test", **hello}
-        await call.write(pb.ConnectRequest(hello=pb.Hello(**hello)))
-        return call
-
-    async def welcomed(self, **hello):
-        call = await self.connect(**hello)
-        assert (await call.read()).WhichOneof("message") == "welcome"
-        return call
 
 
 @pytest.fixture
 async def make_core():
-    cores = []
+    async with contextlib.AsyncExitStack() as cores:
 
-    async def make(step_time_s=0.0, opened=True):
-        core = Core(step_time_s)
-        await core.start()
-        if opened:
-            core.open()
-        cores.append(core)
-        return core
+        async def make(step_time_s=0.0, opened=True):
+            return await cores.enter_async_context(running_core(step_time_s, opened=opened))
 
-    yield make
-    for core in cores:
-        await core.channel.close()
-        await core.server.stop(1)
-        if core.service._opened and core.engine.alive:
-            await asyncio.wrap_future(core.engine.check_integrity())
-            core.engine.stop()
-
-
-def add(*requests):
-    return pb.ConnectRequest(add=pb.AddRequests(requests=requests))
-
-
-def request(slot, prompt=(1, 2, 3), max_tokens=3):
-    return pb.EngineCoreRequest(
-        internal_id=f"r{slot}",
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
-        children=[pb.Child(slot=slot)],
-    )
-
-
-async def read_until_finished(call, *slots):
-    tokens: dict[int, list[int]] = {}
-    finished: dict[int, pb.Finished] = {}
-    async with asyncio.timeout(20):
-        while not all(slot in finished for slot in slots):
-            message = await call.read()
-            assert message is not grpc.aio.EOF, await call.details()
-            for slot, token in zip(message.step.slots, message.step.token_ids, strict=True):
-                tokens.setdefault(slot, []).append(token)
-            finished.update({record.slot: record for record in message.step.finished})
-    return tokens, finished
-
-
-async def status_of(call):
-    async with asyncio.timeout(20):
-        try:
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details()
-        return await call.code(), await call.details()
+        yield make
 
 
 async def test_before_the_model_is_loaded_every_call_is_unavailable(make_core):

@@ -86,18 +86,25 @@ class RunningPair:
 
 @pytest.fixture(scope="session")
 def start_process(tmp_path_factory):
-    """Starts a service and stops it at the end of the session, if the test has not."""
+    """Starts a service and stops it at the end of the session, if the test has not.
+
+    Cores check their blocks whenever they are idle; none may have found a fault.
+    """
     processes = []
 
     def start(name, *command, port=None):
         log = tmp_path_factory.mktemp("logs") / f"{name}.log"
-        process = Process([name, *map(str, command)], port or free_port("127.0.0.1"), log)
+        checks = ["--check-integrity"] if name == "core" else []
+        process = Process([name, *map(str, command), *checks], port or free_port("127.0.0.1"), log)
         processes.append(process)
         return process
 
     yield start
     for process in reversed(processes):
         process.stop()
+    for process in processes:
+        log = process.log.read_text()
+        assert "engine died" not in log, log
 
 
 def _start_pair(start_process, dtype):

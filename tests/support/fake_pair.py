@@ -45,7 +45,7 @@ async def running_fake_pair(
         ModelLimits(VOCAB_SIZE, max_model_len, 20), (num_blocks - 1) * BLOCK, max_waiting_requests=256
     )
     blobs = BlobStore(8 << 20)
-    engine = Engine(scheduler, FakeRunner(VOCAB_SIZE, BLOCK, step_time_s), limits, blobs)
+    engine = Engine(scheduler, FakeRunner(VOCAB_SIZE, BLOCK, step_time_s), limits, blobs, check_when_idle=True)
     info = pb.CoreInfo(
         contract_version=CONTRACT_VERSION,
         model="fake",
@@ -74,6 +74,5 @@ async def running_fake_pair(
             yield FakePair(gateway, engine)
     finally:
         await server.stop(1)
-        if engine.alive:
-            await asyncio.wrap_future(engine.check_integrity())
-            await asyncio.to_thread(engine.stop)
+        await asyncio.wrap_future(engine.check_integrity())
+        await asyncio.to_thread(engine.stop)

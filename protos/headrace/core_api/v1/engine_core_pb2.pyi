@@ -944,7 +944,7 @@ class SchedulerStats(_message.Message):
     waiting: _builtins.int
     """Requests waiting."""
     waiting_tokens: _builtins.int
-    """Prompt tokens waiting that no cache holds."""
+    """Tokens of what waits; how many of them a cache holds is found out when they start."""
     kv_usage: _builtins.float
     """Share of KV blocks in use, 0 to 1."""
     free_blocks: _builtins.int
