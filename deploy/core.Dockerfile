@@ -6,6 +6,16 @@
 # The base is pinned by tag; pin it by digest with --build-arg BASE_IMAGE=docker.io/library/python@sha256:<digest>.
 ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
+# The C++ kernels, for every kind of CPU that the image may meet; the best one is picked at start. No compiler is left in
+# the image.
+FROM ${BASE_IMAGE} AS kernels
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+COPY kernels /kernels
+RUN python3 /kernels/native_compiler.py /prebuilt
+
 FROM ${BASE_IMAGE} AS build
 # Where pip finds packages, if not on PyPI. They are known in this stage only.
 ARG PIP_INDEX_URL
@@ -35,6 +45,7 @@ COPY src src
 COPY protos protos
 COPY kernels kernels
 COPY core_service core_service
+COPY --from=kernels /prebuilt kernels/prebuilt
 RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps .
 
 FROM ${BASE_IMAGE}

@@ -17,4 +17,5 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torc
     """
     values = x.float()
     swapped = torch.roll(values, values.shape[-1] // 2, dims=-1)
-    return torch.addcmul(values * cos, swapped, signed_sin).to(x.dtype)
+    # Not addcmul: whether it rounds between the product and the sum is up to the build.
+    return (values * cos).add_(swapped.mul_(signed_sin)).to(x.dtype)

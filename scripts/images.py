@@ -33,6 +33,10 @@ GATEWAY_IS_SLIM = (
     "import importlib.util as u, sys;"
     "sys.exit([m for m in ('torch', 'triton', 'headrace.core_service', 'headrace.kernels') if u.find_spec(m)] or 0)"
 )
+KERNELS_ARE_COMPILED = (
+    "import headrace.core_service.version, sys; from headrace.kernels.best_kernels import best_kernels;"
+    "sys.exit(None if best_kernels().name.startswith('cpp-') else 'the core image has no compiled kernels')"
+)
 
 
 class ImagesError(Exception):
@@ -176,7 +180,7 @@ def main() -> int:
         if not engine.is_docker:
             engine.run("rmi", "--prune", quiet=True)
         engine.run_in(IMAGES["gateway"], "python", "-c", GATEWAY_IS_SLIM)
-        engine.run_in(IMAGES["core"], "python", "-c", "import torch, headrace.core_service.version")
+        engine.run_in(IMAGES["core"], "python", "-c", KERNELS_ARE_COMPILED)
         sizes = {side: engine.run("images", "--format", "{{.Size}}", name, quiet=True) for side, name in IMAGES.items()}
     except ImagesError as error:
         print(f"images: {error}", file=sys.stderr)

@@ -73,11 +73,11 @@ def test_wheel_has_no_other_top_level_package(wheel_files: set[str]) -> None:
 
 
 def test_wheel_holds_every_source_file(wheel_files: set[str]) -> None:
-    """Python code, generated code and its types, the protos, and the mark that says that all is typed."""
+    """Python code, generated code and its types, the protos, C++, and the mark that says that all is typed."""
     wanted = {"headrace/py.typed"}
     for link_or_folder in (PACKAGE, *LINKS):
         for path in link_or_folder.rglob("*"):
-            if path.suffix in {".py", ".pyi", ".proto"} and path.is_file():
+            if path.suffix in {".py", ".pyi", ".proto", ".cpp", ".h"} and path.is_file():
                 wanted.add(str(path.relative_to(PACKAGE.parent)))
     assert wanted - wheel_files == set()
 

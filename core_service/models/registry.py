@@ -14,7 +14,10 @@ from headrace.core_service.models.qwen3 import Qwen3ForCausalLM
 from headrace.core_service.models.spec import ModelSpec
 from headrace.core_service.models.weight_reader import WeightReader
 from headrace.core_service.weights.load import open_checkpoint
+from headrace.kernels.best_kernels import best_kernels
+from headrace.kernels.layer_kernels import LayerKernels
 from headrace.kernels.linear import has_bfloat16_kernels
+from headrace.kernels.linear_check import check_linears
 
 ARCHITECTURES: dict[str, type[CausalLM]] = {
     "llama": LlamaForCausalLM,
@@ -32,6 +35,7 @@ class LoadedModel:
     model: CausalLM
     spec: ModelSpec
     weights_digest: str  # hexadecimal SHA-256
+    linears_in_blocks: int  # linear layers that need it to give the same bits in any batch
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -49,15 +53,23 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 @torch.inference_mode()
-def load_model(path: Path, dtype: torch.dtype, progress: bool = False, max_len: int | None = None) -> LoadedModel:
+def load_model(
+    path: Path,
+    dtype: torch.dtype,
+    progress: bool = False,
+    max_len: int | None = None,
+    kernels: LayerKernels | None = None,
+) -> LoadedModel:
     """Reads a GGUF file or a Hugging Face directory.
 
     `max_len` is the longest context that will be served, in tokens (default: all that the model has); only dynamic rope
-    scaling depends on it. Raises ModelLoadError, with one line, for anything missing, damaged or not supported.
+    scaling depends on it. `kernels` None: the best that this machine can have, compiled first if need be. Raises
+    ModelLoadError, with one line, for anything missing, damaged or not supported.
     """
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec
     with WeightReader(checkpoint, dtype, progress=progress) as weights:
-        model = ARCHITECTURES[spec.architecture](spec, weights, max_len or spec.max_position_embeddings)
+        model_class = ARCHITECTURES[spec.architecture]
+        model = model_class(spec, weights, kernels or best_kernels(), max_len or spec.max_position_embeddings)
     checkpoint.check_all_read()
-    return LoadedModel(model, spec, checkpoint.content_digest())
+    return LoadedModel(model, spec, checkpoint.content_digest(), check_linears(weights.linears))

@@ -18,18 +18,35 @@ import torch
 
 from headrace.core_service.models.spec import ModelSpec, RopeScalingKind, RopeSpec, yarn_attention_factor
 
+# Positions whose cosines and sines are computed at once. Always as many: nothing promises that a number's cosine has
+# the same bits in a tensor of another shape.
+POSITIONS_AT_ONCE = 64
+
 
 class RotaryEmbedding:
-    """Cosines and sines for the positions of a step. Cheap enough to compute once a step, so no table is kept."""
+    """Cosines and sines of all positions, computed when a position is first reached."""
 
     def __init__(self, spec: ModelSpec, max_len: int) -> None:
         self._frequencies, self._attention_factor = rotary_frequencies(spec, max_len)
+        size = -(-max_len // POSITIONS_AT_ONCE) * POSITIONS_AT_ONCE
+        # Takes memory only as it is filled.
+        self._cos, self._signed_sin = torch.empty(size, 1, spec.head_dim), torch.empty(size, 1, spec.head_dim)
+        self._num_filled = 0
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines for `kernels.rope` of positions [num_tokens]: each [num_tokens, 1, head_dim]."""
-        angles = positions.float()[:, None] * self._frequencies  # [num_tokens, head_dim / 2]
+        last = int(positions.max())
+        while self._num_filled <= last:
+            self._fill()
+        return self._cos.index_select(0, positions), self._signed_sin.index_select(0, positions)
+
+    def _fill(self) -> None:
+        rows = slice(self._num_filled, self._num_filled + POSITIONS_AT_ONCE)
+        angles = torch.arange(rows.start, rows.stop).float()[:, None, None] * self._frequencies
         cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
-        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+        self._cos[rows] = torch.cat((cos, cos), dim=-1)
+        self._signed_sin[rows] = torch.cat((-sin, sin), dim=-1)
+        self._num_filled = rows.stop
 
 
 def rotary_frequencies(spec: ModelSpec, max_len: int) -> tuple[torch.Tensor, float]:

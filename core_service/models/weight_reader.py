@@ -15,6 +15,7 @@ class WeightReader:
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, *, progress: bool) -> None:
         self.dtype = dtype
+        self.linears: list[PackedLinear] = []  # all that were made
         self._checkpoint = checkpoint
         # Only to a terminal, unless asked for: a log file is no place for a bar.
         shown = progress or sys.stderr.isatty()
@@ -36,10 +37,13 @@ class WeightReader:
         """One linear layer out of several: `parts` are names (without .weight) and output sizes, in order."""
         weight = self._join([self._read(f"{name}.weight", (size, in_features), self.dtype) for name, size in parts])
         if not bias:
-            return PackedLinear(weight)
-        return PackedLinear(
-            weight, self._join([self._read(f"{name}.bias", (size,), self.dtype) for name, size in parts])
-        )
+            return self.pack(weight)
+        return self.pack(weight, self._join([self._read(f"{name}.bias", (size,), self.dtype) for name, size in parts]))
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """A linear layer out of weight [out_features, in_features] and bias [out_features]."""
+        self.linears.append(PackedLinear(weight, bias))
+        return self.linears[-1]
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """A matrix [rows, columns] in the compute type."""

@@ -13,6 +13,8 @@ from headrace.common.errors import ModelLoadError
 from headrace.core_service import model_runner
 from headrace.core_service.batch import LogprobRows, PromptLogprobRange, SamplingColumns, ScheduledBatch, StepResult
 from headrace.core_service.model_runner import ModelRunner, build_runner
+from headrace.kernels.best_kernels import best_kernels
+from headrace.kernels.torch_kernels import TorchKernels
 
 HIDDEN, INTERMEDIATE, HEAD_DIM, VOCAB, LAYERS = 32, 48, 8, 120, 2
 BLOCK_SIZE = 4
@@ -62,10 +64,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def runner(directory: Path) -> ModelRunner:
+@pytest.fixture(params=["best", "torch"])
+def runner(directory: Path, request: pytest.FixtureRequest) -> ModelRunner:
     torch.set_num_threads(1)
-    return build_runner(directory, kv_cache_memory=1 << 20, dtype="float32", block_size=BLOCK_SIZE)
+    kernels = best_kernels() if request.param == "best" else TorchKernels()
+    return build_runner(directory, kv_cache_memory=1 << 20, dtype="float32", block_size=BLOCK_SIZE, kernels=kernels)
 
 
 class Conversation:
@@ -159,8 +162,8 @@ def test_what_a_failed_request_left_in_its_blocks_reaches_nobody(runner: ModelRu
     prompt = random_prompt(5, 4)
     clean = generate_alone(runner, prompt, 6)
     for keys, values in runner._kv_cache.layers:
-        keys[1:].fill_(float("nan"))
-        values[1:].fill_(float("nan"))
+        keys.fill_(float("nan"))
+        values.fill_(float("nan"))
     poisoned = Conversation(list(prompt), 1)
     # As the scheduler's table has it: blocks that the sequence holds, then the null block.
     poisoned.blocks[3:] = 0
@@ -199,7 +202,7 @@ def test_prompt_logprobs_do_not_depend_on_slices_or_chunks(
     for start, size in ((0, 7), (7, 5)):
         rows = rows_as_dicts(step(runner, [(conversation, size)], prompt_logprobs=3).prompt_logprobs[0])
         for row, entries in rows.items():
-            assert entries == pytest.approx(expected[start + row], abs=1e-4)
+            assert entries == expected[start + row]
 
 
 def test_sampled_rows_carry_their_logprobs(runner: ModelRunner) -> None:
@@ -226,14 +229,27 @@ def test_facts_follow_from_the_model(runner: ModelRunner) -> None:
 def test_numerics_id_changes_with_the_weights_and_not_otherwise(
     runner: ModelRunner, directory: Path, tmp_path: Path
 ) -> None:
-    again = build_runner(directory, kv_cache_memory=1 << 16, dtype="float32")
+    kernels = runner._model.kernels
+    again = build_runner(directory, kv_cache_memory=1 << 16, dtype="float32", kernels=kernels)
     assert again.numerics_id() == runner.numerics_id()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     weights = tiny_weights()
     weights["model.norm.weight"][0] += 1
     save_file(weights, tmp_path / "model.safetensors")
-    other = build_runner(tmp_path, kv_cache_memory=1 << 16, dtype="float32")
+    other = build_runner(tmp_path, kv_cache_memory=1 << 16, dtype="float32", kernels=kernels)
     assert other.numerics_id() != runner.numerics_id()
+
+
+def test_numerics_id_changes_with_the_kernels(directory: Path) -> None:
+    class OtherKernels(TorchKernels):
+        name = "other"
+
+    plain, other = (
+        build_runner(directory, kv_cache_memory=1 << 16, dtype="float32", kernels=kernels)
+        for kernels in (TorchKernels(), OtherKernels())
+    )
+    assert plain.numerics.attention_backend == "torch"
+    assert other.numerics_id() != plain.numerics_id()
 
 
 def test_an_unknown_dtype_is_refused(directory: Path) -> None:

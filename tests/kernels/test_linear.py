@@ -9,6 +9,10 @@ from headrace.kernels.linear import PackedLinear, can_pack
 
 DTYPES = [torch.float32, *([torch.bfloat16] if linear.has_bfloat16_kernels() else [])]
 SHAPES = [(96, 64), (33, 17), (1, 8)]
+# Output and input sizes of the demo model's layers: queries, keys and values; attention's output; gate and up; down.
+DEMO_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
+DEMO_HEAD = (49152, 576)
+MOST_ROWS = 300
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "plain"])
@@ -41,3 +45,35 @@ def test_rows_are_bitwise_the_same_in_any_batch(packing: bool, dtype: torch.dtyp
     layer = PackedLinear(torch.randn(192, 64).to(dtype))
     x = torch.randn(64, 64).to(dtype)
     assert torch.equal(layer(x[:rows]), layer(x)[:rows])
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", DEMO_SHAPES)
+def test_every_number_of_rows_gives_a_row_the_same_bits(
+    shape: tuple[int, int], dtype: torch.dtype, threads: int, in_blocks: bool
+) -> None:
+    layer, x, expected = layer_and_rows(shape, dtype, in_blocks=in_blocks)
+    torch.set_num_threads(threads)
+    for rows in range(1, MOST_ROWS + 1):
+        assert torch.equal(layer(x[:rows]), expected[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_rows_gives_a_row_the_same_bits_in_the_head(dtype: torch.dtype) -> None:
+    layer, x, expected = layer_and_rows(DEMO_HEAD, dtype)
+    for rows in range(1, MOST_ROWS + 1):
+        torch.set_num_threads(1 + rows // 2 % 2)  # each number of rows with one of the two, for the time it takes
+        assert torch.equal(layer(x[:rows]), expected[:rows]), rows
+
+
+def layer_and_rows(
+    shape: tuple[int, int], dtype: torch.dtype, *, in_blocks: bool = False
+) -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
+    """A layer, rows for it, and what one thread makes of them."""
+    torch.set_num_threads(1)
+    layer = PackedLinear((torch.randn(shape) * 0.02).to(dtype))
+    layer.in_blocks = in_blocks
+    x = torch.randn(MOST_ROWS, shape[1]).to(dtype)
+    return layer, x, layer(x)
