@@ -42,7 +42,7 @@ protos: $(INSTALLED) ## generate the Python code of the protos
 contract-image: $(INSTALLED) ## write the image of a new contract version to protos/released
 	@scripts/contract_image.sh
 
-bench: $(INSTALLED) ## start both services and measure them under load
+bench: $(INSTALLED) ## measure the host side, then both services under load
 	@$(BIN)/python scripts/bench.py
 
 up: $(INSTALLED) ## serve MODEL (demo) on PORT (50051) until Ctrl-C

@@ -1,4 +1,4 @@
-"""What a draw costs: filters, edits and grammar masks, for 32 and 256 rows on one thread.
+"""What a draw costs: filters, edits, grammar masks and log-probabilities, for 32 and 256 rows on one thread.
 
 usage: python benchmarks/sampler.py     prints a table; figures are µs per row, medians of 7, vocabulary 49,152
 """
@@ -16,6 +16,7 @@ from headrace.core_service.sampling.sampler import Sampler
 
 VOCAB_SIZE = 49_152
 ROWS = (32, 256)
+TOP_LOGPROBS = 20
 RANDOM = np.random.default_rng(0)
 DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -100,6 +101,14 @@ def main() -> None:
         for draw in DRAWS.values()
     ]
     _print_row("grammar masks", batches, wanted)
+    wanted = [
+        [
+            replace(columns(len(batch), None, **draw), num_logprobs=np.full(len(batch), TOP_LOGPROBS, np.int32))
+            for batch in batches
+        ]
+        for draw in DRAWS.values()
+    ]
+    _print_row(f"top {TOP_LOGPROBS} log-probabilities", batches, wanted)
 
 
 def _print_row(name: str, batches: list[torch.Tensor], wanted: list[list[SamplingColumns]]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.common.tokenizer_files import load_tokenizer_files
 from headrace.core_service.structured.backend import build_grammar_backend
 

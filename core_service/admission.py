@@ -1,7 +1,10 @@
 """From the contract's EngineCoreRequest to a Request, checked again: the core trusts no gateway."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,15 +12,19 @@ from headrace.common.block_hashes import BlockKeys
 from headrace.common.errors import InvalidRequest, Overloaded, RequestError, Unavailable, Unimplemented, Violation
 from headrace.common.params import MAX_N, MAX_STOP_TOKEN_IDS, ModelLimits, SamplingParams
 from headrace.common.params_wire import duration, sampling_from_wire, seconds, wire_violations
-from headrace.common.v1.params_pb2 import FinishReason
+from headrace.common.v1 import params_pb2
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.batch import Int32Array
 from headrace.core_service.request import ClientId, Request, Sequence
 from headrace.core_service.requested_edits import bad_word_violations, requested_edits
 
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedScalarFieldContainer
+
 REFUSALS_PER_MESSAGE = 32
 MAX_REFUSAL_CHARACTERS = 2000
 MAX_GRAMMAR_AFTER = 256
+MAX_REMEMBERED, MAX_REMEMBERED_BYTES = 256, 1024  # sampling parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +40,10 @@ class AdmissionLimits:
 def read_request(message: pb.EngineCoreRequest, client: ClientId, limits: AdmissionLimits, now: float) -> Request:
     """The request in a message. Raises InvalidRequest or Unimplemented; `now` is the core's monotonic clock."""
     _refuse_unimplemented(message)
-    found = wire_violations(message.sampling)
-    params = sampling_from_wire(message.sampling)
-    found += params.violations(limits.model)
+    wire = message.sampling.SerializeToString()
+    read = _read_sampling if len(wire) > MAX_REMEMBERED_BYTES else _remembered_sampling
+    params, violations = read(wire, limits.model)
+    found = [*violations]
     prompt = _token_ids("prompt_token_ids", message.prompt_token_ids, limits.model.vocab_size, found)
     if not len(prompt):
         found.append(Violation("prompt_token_ids", "must hold at least one token"))
@@ -66,12 +74,6 @@ def read_request(message: pb.EngineCoreRequest, client: ClientId, limits: Admiss
     found += _length_violations(len(prompt), longest, params, limits)
     if found:
         raise InvalidRequest(found)
-    vocab_size = limits.model.vocab_size
-    params = replace(
-        params.normalized(),
-        logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
-        prompt_logprobs=vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs,
-    )
     return _build(message, client, params, prompt, outputs, limits, now)
 
 
@@ -116,13 +118,40 @@ def _refuse_unimplemented(message: pb.EngineCoreRequest) -> None:
         raise Unimplemented(f"not supported by this core: {', '.join(names)}", reason="FEATURE_NOT_SUPPORTED")
 
 
-def _token_ids(field: str, ids: object, vocab_size: int, found: list[Violation]) -> Int32Array:
-    array = np.array(ids, np.int64)
-    bad = np.flatnonzero(array >= vocab_size)
-    if len(bad):
-        first = int(bad[0])
-        found.append(Violation(f"{field}[{first}]", f"must be between 0 and {vocab_size - 1}; got {int(array[first])}"))
-    return array.astype(np.int32)
+def _read_sampling(wire: bytes, limits: ModelLimits) -> tuple[SamplingParams, tuple[Violation, ...]]:
+    """Normalized parameters, where no rule is broken, and the rules that are."""
+    message = params_pb2.SamplingParams.FromString(wire)
+    params = sampling_from_wire(message)
+    violations = (*wire_violations(message), *params.violations(limits))
+    if violations:
+        return params, violations
+    params = params.normalized()
+    if -1 in (params.logprobs, params.prompt_logprobs):
+        params = replace(
+            params,
+            logprobs=limits.vocab_size if params.logprobs == -1 else params.logprobs,
+            prompt_logprobs=limits.vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs,
+        )
+    return params, ()
+
+
+# Clients send the same parameters with every request; reading them costs as much as reading a prompt.
+_remembered_sampling = lru_cache(MAX_REMEMBERED)(_read_sampling)
+
+
+def _token_ids(
+    field: str, ids: "RepeatedScalarFieldContainer[int]", vocab_size: int, found: list[Violation]
+) -> Int32Array:
+    if not ids:
+        return np.empty(0, np.int32)
+    # Through a list and `array`, this takes 50 µs for 2,048 ids; straight into numpy 90.
+    unsigned = np.frombuffer(array("I", ids[:]), np.uint32)
+    if unsigned.max() >= vocab_size:
+        first = int((unsigned >= vocab_size).argmax())
+        found.append(
+            Violation(f"{field}[{first}]", f"must be between 0 and {vocab_size - 1}; got {int(unsigned[first])}")
+        )
+    return unsigned.view(np.int32)
 
 
 def _length_violations(
@@ -178,18 +207,18 @@ def _build(
     return request
 
 
-def refusal(message: pb.EngineCoreRequest, error: RequestError) -> Iterator[pb.StepOutputs]:
+def refusal(message: pb.EngineCoreRequest, error: RequestError) -> Iterator[pb.ConnectResponse]:
     """One terminal row per child of a request that is refused, in messages well below the stream's size limit."""
     text = error.message
     if len(text) > MAX_REFUSAL_CHARACTERS:
         text = f"{text[:MAX_REFUSAL_CHARACTERS]}…"
     for start in range(0, len(message.children), REFUSALS_PER_MESSAGE):
-        outputs = pb.StepOutputs()
+        response = pb.ConnectResponse()
         for child in message.children[start : start + REFUSALS_PER_MESSAGE]:
-            row = outputs.finished.add(
-                slot=child.slot, reason=FinishReason.FINISH_REASON_ERROR, code=error.code.value[0], message=text
+            row = response.step.finished.add(
+                slot=child.slot, reason=params_pb2.FINISH_REASON_ERROR, code=error.code.value[0], message=text
             )
             if isinstance(error, Overloaded | Unavailable):
                 row.retryable = True
                 row.retry_delay.CopyFrom(duration(error.retry_delay_s))
-        yield outputs
+        yield response

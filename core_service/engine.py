@@ -18,7 +18,7 @@ import structlog
 from google.rpc import code_pb2
 
 from headrace.common.errors import EngineDeadError, InternalError, RequestError, Unimplemented
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.common.params_wire import duration
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import AdmissionLimits, check_queue, read_request, refusal
@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 10.0
 # How long to wait for news when there is work that cannot run. It cannot happen; if it does, it must not cost a core.
 STALLED_WAIT_S = 0.05
 
-Sink = Callable[[pb.StepOutputs], None]
+Sink = Callable[[pb.ConnectResponse], None]  # gets what its stream is to carry: messages with `step` set
 
 log = structlog.get_logger(__name__)
 
@@ -265,7 +265,7 @@ class Engine:
             if state is not None:
                 state.sequences.pop(record.sequence.slot, None)
 
-    def _send(self, client: ClientId, message: pb.StepOutputs) -> None:
+    def _send(self, client: ClientId, message: pb.ConnectResponse) -> None:
         state = self._clients.get(client)
         if state is not None:  # else it went away with its requests
             state.sink(message)
@@ -316,8 +316,8 @@ class Engine:
             )
 
     def _refuse(self, client: ClientId, message: pb.EngineCoreRequest, error: RequestError) -> None:
-        for outputs in refusal(message, error):
-            self._send(client, outputs)
+        for response in refusal(message, error):
+            self._send(client, response)
 
     def _abort(self, client: ClientId, slots: list[int], internal_ids: list[str], outputs: EngineOutputs) -> None:
         state = self._clients.get(client)

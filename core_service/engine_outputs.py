@@ -54,7 +54,7 @@ class EngineOutputs:
         self.slots: Int32Array = _NO_INTS  # [num_tokens]
         self.token_ids: Int32Array = _NO_INTS  # [num_tokens]
         self.positions: Int32Array = _NO_INTS  # [num_tokens] index of the token in its output
-        self.logprob_rows: Int32Array = _NO_INTS  # [num_tokens] row in `logprobs`, or -1
+        self.logprob_rows: Int32Array = _NO_INTS  # [num_tokens] row in `logprobs`, or -1; not set without
         self.logprobs: LogprobRows | None = None
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.finished: list[FinishedSequence] = []
@@ -63,17 +63,14 @@ class EngineOutputs:
         self, draws: DrawFacts, positions: Int32Array, result: StepResult, delivered: NDArray[np.bool_]
     ) -> None:
         """The tokens drawn at `positions` [num_samples] of their outputs; those outside the mask are left out."""
-        logprob_rows = np.full(len(delivered), -1, np.int32)
-        if result.logprobs is not None:
-            logprob_rows[result.logprobs.rows] = np.arange(len(result.logprobs.rows), dtype=np.int32)
+        which: NDArray[np.bool_] | slice = slice(None) if delivered.all() else delivered
+        self.clients, self.slots, self.token_ids = draws.client[which], draws.slot[which], result.token_ids[which]
+        self.positions = positions[which]
         self.logprobs = result.logprobs
-        if delivered.all():
-            self.clients, self.slots, self.token_ids = draws.client, draws.slot, result.token_ids
-            self.positions, self.logprob_rows = positions, logprob_rows
-        else:
-            self.clients, self.slots = draws.client[delivered], draws.slot[delivered]
-            self.token_ids = result.token_ids[delivered]
-            self.positions, self.logprob_rows = positions[delivered], logprob_rows[delivered]
+        if result.logprobs is not None:
+            logprob_rows = np.full(len(delivered), -1, np.int32)
+            logprob_rows[result.logprobs.rows] = np.arange(len(result.logprobs.rows), dtype=np.int32)
+            self.logprob_rows = logprob_rows[which]
 
     def finish(
         self,

@@ -72,7 +72,7 @@ class GatewayStream:
         check_hello(hello, self._info)
         await context.write(pb.ConnectResponse(welcome=pb.Welcome(info=self._info)))
         log.info("gateway connected", gateway=hello.gateway_epoch, peer=context.peer())
-        client = self._engine.connect(self._offer_step)
+        client = self._engine.connect(self._outbox.offer)
         tasks = [
             asyncio.create_task(self._read(requests, client)),
             asyncio.create_task(self._write(context)),
@@ -127,8 +127,8 @@ class GatewayStream:
             try:
                 whole = self._with_body(message)
             except RequestError as error:
-                for step in refusal(message, error):
-                    self._offer_step(step)
+                for response in refusal(message, error):
+                    self._outbox.offer(response)
                 continue
             if whole is not message:
                 ids = _RequestIds(whole.external_id, whole.internal_id)
@@ -150,9 +150,6 @@ class GatewayStream:
         for child, named in zip(body.children, message.children, strict=True):
             child.slot = named.slot
         return body
-
-    def _offer_step(self, step: pb.StepOutputs) -> None:
-        self._outbox.offer(pb.ConnectResponse(step=step))
 
     async def _write(self, context: Any) -> None:
         """Writes until it is told to end. Everything that is written passes here."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.core_service.batch import GrammarMasks, Int32Array
 
 

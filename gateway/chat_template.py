@@ -5,18 +5,13 @@ Equal to what Hugging Face transformers renders, byte for byte. The template run
 """
 
 import json
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.common.errors import InternalError, InvalidRequest, StartupError, Violation
+from headrace.common.errors import InternalError, InvalidRequest, Overloaded, StartupError, Violation
+from headrace.common.limited_worker import LimitedWorker, WorkerLimits, WorkerLost, WorkerOverrun
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.gateway import template_worker as worker
 from headrace.gateway.continued_message import cut_at_tag, tag_final_message
@@ -35,7 +30,7 @@ class TemplateLimits:
 
     cpu_seconds: float = 1.0
     wall_seconds: float = 10.0  # for a machine that gives the worker no processor time
-    memory_bytes: int = 512 * 2**20  # address space of the worker process
+    memory_bytes: int = 512 * 2**20  # beyond what the worker takes before it compiles
     max_chars: int = 4 * 2**20  # of the rendered prompt
 
 
@@ -59,7 +54,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._limits = limits or TemplateLimits()
         self._lock = threading.Lock()
-        self._worker = _WorkerProcess(self._sources, self._limits)
+        self._worker = self._start_worker()
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, limits: TemplateLimits | None = None) -> "ChatTemplate | None":
@@ -85,7 +80,7 @@ class ChatTemplate:
 
         Messages, tools and variables must be JSON values. `variables` go to the template as they are and may replace
         special tokens. InvalidRequest (field `prompt.chat`) if the template refuses the messages, fails, or needs more
-        than the limits allow.
+        than the limits allow; Overloaded if the worker got no processor time or was ended by somebody.
         """
         self._check(messages, add_generation_prompt, continue_final_message, variables)
         chat = [_as_template_sees(message) for message in messages]
@@ -131,17 +126,37 @@ class ChatTemplate:
         if violations:
             raise InvalidRequest(violations)
 
+    def _start_worker(self) -> LimitedWorker:
+        """A worker that has compiled the templates. Raises StartupError or OSError."""
+        limits = self._limits
+        started = LimitedWorker(
+            worker.__name__,
+            json.dumps({"templates": self._sources, "max_chars": limits.max_chars}).encode(),
+            WorkerLimits(limits.cpu_seconds, limits.wall_seconds, limits.memory_bytes),
+        )
+        try:
+            answer = started.exchange(worker.COMPILE)
+        except (WorkerOverrun, WorkerLost) as gone:
+            raise StartupError(f"the chat template cannot be compiled: it {gone}") from gone
+        if answer[0] != worker.OK:
+            started.close()
+            raise StartupError(f"the chat template does not compile: {answer[1:].decode()}")
+        return started
+
     def _exchange(self, request: bytes) -> str:
         with self._lock:
             if self._worker.dead:
                 try:
-                    self._worker = _WorkerProcess(self._sources, self._limits)
+                    self._worker = self._start_worker()
                 except (OSError, StartupError) as error:  # it compiled before, so the machine is short of something
                     raise InternalError(f"cannot start a process for the chat template: {error}") from error
             try:
-                kind, text = self._worker.exchange(request)
-            except _WorkerGone as gone:
-                raise InvalidRequest([Violation(FIELD, f"the chat template {gone}")]) from gone
+                answer = self._worker.exchange(request)
+            except WorkerOverrun as overrun:
+                raise InvalidRequest([Violation(FIELD, f"the chat template {overrun}")]) from overrun
+            except WorkerLost as lost:
+                raise Overloaded(f"{FIELD} could not be rendered: that {lost}", reason="TOO_BUSY_TO_RENDER") from lost
+        kind, text = answer[0], answer[1:].decode()
         if kind == worker.OK:
             return text
         message = {
@@ -149,86 +164,6 @@ class ChatTemplate:
             worker.TOO_LONG: f"the rendered prompt is longer than {self._limits.max_chars} characters",
         }.get(kind, f"the chat template failed: {text}")
         raise InvalidRequest([Violation(FIELD, message)])
-
-
-class _WorkerGone(Exception):
-    """The worker process is no more; the message says why, as the end of "the chat template ..."."""
-
-
-class _WorkerProcess:
-    """A running worker that has compiled the templates."""
-
-    def __init__(self, sources: dict[str, str], limits: TemplateLimits) -> None:
-        self._limits = limits
-        self.dead = False
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__], stdin=theirs.fileno(), stdout=subprocess.DEVNULL
-            )
-        # Also when nobody calls close: a process must not outlive the template that it serves.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._socket)
-        set_up = {
-            "templates": sources,
-            "cpu_seconds": limits.cpu_seconds,
-            "memory_bytes": limits.memory_bytes,
-            "max_chars": limits.max_chars,
-        }
-        try:
-            kind, text = self.exchange(json.dumps(set_up).encode())
-        except _WorkerGone as gone:
-            raise StartupError(f"the chat template cannot be compiled: it {gone}") from gone
-        if kind != worker.OK:
-            self.close()
-            raise StartupError(f"the chat template does not compile: {text}")
-
-    def exchange(self, message: bytes) -> tuple[int, str]:
-        """Sends a message and returns the answer's kind and text."""
-        deadline = time.monotonic() + self._limits.wall_seconds
-        try:
-            self._socket.settimeout(self._limits.wall_seconds)
-            self._socket.sendall(worker.LENGTH.pack(len(message)) + message)
-            (size,) = worker.LENGTH.unpack(self._read(worker.LENGTH.size, deadline))
-            answer = self._read(size, deadline)
-        except TimeoutError:
-            self.close()
-            raise _WorkerGone(f"took more than {self._limits.wall_seconds:g} s") from None
-        except OSError:  # the other end is closed: the process has ended, or is about to
-            raise _WorkerGone(self._why_it_ended()) from None
-        return answer[0], answer[1:].decode()
-
-    def close(self) -> None:
-        """Ends the process at once."""
-        self.dead = True
-        self._finalizer()
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-            piece = self._socket.recv(min(size - len(data), 1 << 20))
-            if not piece:
-                raise ConnectionResetError
-            data += piece
-        return bytes(data)
-
-    def _why_it_ended(self) -> str:
-        try:
-            code = self._process.wait(self._limits.wall_seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        self.close()
-        if code == -signal.SIGPROF:
-            return f"took more than {self._limits.cpu_seconds:g} s of processor time"
-        if code is not None and code < 0:
-            return f"ended its process with {signal.Signals(-code).name}"
-        return f"lost its process (exit code {code})"
-
-
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
 
 
 def _as_template_sees(message: Mapping[str, Any]) -> dict[str, Any]:

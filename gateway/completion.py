@@ -14,7 +14,7 @@ from headrace.common.rpc_status import from_code
 from headrace.common.v1 import params_pb2
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
 from headrace.gateway.core_client import LogprobRow
-from headrace.gateway.output_text import OutputText, TextDelta
+from headrace.gateway.output_text import OutputText
 from headrace.gateway.token_logprobs import PromptLogprobs, token_logprobs
 from headrace.gateway.tokenizer import Tokenizer
 from headrace.gateway_api.v1 import generation_pb2 as pb
@@ -28,7 +28,8 @@ _CODE_OF_REASON = {
 
 _KNOWN_REASONS = frozenset(params_pb2.FinishReason.values()) - {params_pb2.FINISH_REASON_UNSPECIFIED}
 
-# CUMULATIVE output with log-probabilities is sent when it has grown by this part of its length.
+# CUMULATIVE output with log-probabilities is sent when it has grown by this part of its length, or repeating them would
+# cost the square of it and hold up the streams of others.
 REPEAT_SHARE = 32
 
 
@@ -71,6 +72,7 @@ class Completion:
         self._prompt_logprobs = prompt_logprobs
         self._on_news = on_news
         self._on_stop = on_stop
+        self._stop_token_ids = options.stop_token_ids
         self._text = options.text() if options.text else None
         self._parts: list[str] = []
         self._ids: list[int] = []  # from position _offset on
@@ -105,14 +107,21 @@ class Completion:
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         """Turns ids into text; notices stop strings."""
-        if self.finished:
+        if self.finish_reason:
             return  # made before the core heard of the stop string
         self._ids += token_ids
         self.unsent_entries += len(token_ids)
         if self._text is None:
             self._released = self._offset + len(self._ids)
-        else:
-            self._push_text(self._text, token_ids)
+        elif token_ids:
+            text, num_released, stop_text = self._text.push(
+                token_ids, ends_with_stop_token=token_ids[-1] in self._stop_token_ids
+            )
+            if text:
+                self._parts.append(text)
+            self._released += num_released
+            if stop_text is not None:
+                self._stop_at(stop_text)
         self._on_news(self)
 
     def on_logprobs(self, position: int, row: LogprobRow) -> None:
@@ -168,28 +177,28 @@ class Completion:
 
     def has_news(self) -> bool:
         """True if there is something to send now."""
-        if self._last_sent or not self._logprobs_here():
+        options = self._options
+        if self._last_sent or (options.logprobs and not self._logprobs_here()):
             return False
-        if self.finished:
+        if self.finish_reason:
             return True
         fresh = self._released - self._sent
         if not self._first_sent:
             return fresh >= 1
-        return fresh >= max(self._options.min_new_tokens, self._enough_to_repeat_all())
+        if options.keep_all and options.logprobs and fresh < self._sent // REPEAT_SHARE:
+            return False
+        return fresh >= options.min_new_tokens
 
-    def _enough_to_repeat_all(self) -> int:
-        """Where every message repeats all log-probabilities, they get rarer as the output grows, or they would cost
-        the square of its length and hold up the streams of others.
-        """
-        return self._sent // REPEAT_SHARE if self._options.keep_all and self._options.logprobs else 0
-
-    def take(self) -> pb.CompletionOutput:
-        """What is new (or, where all is kept, everything so far); it counts as sent."""
+    def take(self, output: pb.CompletionOutput) -> None:
+        """Puts what is new (or, where all is kept, everything so far) into an empty output; it counts as sent."""
         count = self._released - self._offset
-        self._parts = ["".join(self._parts)]
-        output = pb.CompletionOutput(
-            index=self.index, text=self._parts[0], token_ids=self._ids[:count], token_offset=self._offset
-        )
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        output.index = self.index
+        if self._parts:
+            output.text = self._parts[0]
+        output.token_ids.extend(self._ids[:count])
+        output.token_offset = self._offset
         if self._options.logprobs:
             self._add_logprobs(output)
         if not self._first_sent:
@@ -206,27 +215,19 @@ class Completion:
         self.unsent_entries = len(self._ids) - count
         if not self._options.keep_all:
             self._forget(count)
-        return output
 
-    def _push_text(self, text: OutputText, token_ids: Sequence[int]) -> None:
-        stop_token = bool(token_ids) and token_ids[-1] in self._options.stop_token_ids
-        delta = text.push(token_ids, ends_with_stop_token=stop_token)
-        self._release(delta)
-        if delta.stop_text is not None:
-            self._stop_text = delta.stop_text
-            self.finish_reason = params_pb2.FINISH_REASON_STOP
-            del self._ids[self._released - self._offset :]
-            self._on_stop(self)
+    def _stop_at(self, stop_text: str) -> None:
+        self._stop_text = stop_text
+        self.finish_reason = params_pb2.FINISH_REASON_STOP
+        del self._ids[self._released - self._offset :]
+        self._on_stop(self)
 
     def _finish(self, reason: params_pb2.FinishReason.ValueType) -> None:
         self.finish_reason = reason
         if self._text is not None:
-            self._release(self._text.finish())
-
-    def _release(self, delta: TextDelta) -> None:
-        if delta.text:
-            self._parts.append(delta.text)
-        self._released += delta.num_token_ids
+            text, num_released, _ = self._text.finish()
+            self._parts.append(text)
+            self._released += num_released
 
     def _logprobs_here(self) -> bool:
         return not self._options.logprobs or self.error is not None or self._rows_end >= self._released
@@ -247,8 +248,9 @@ class Completion:
         output.cumulative_logprob = self._logprob_sum
 
     def _forget(self, count: int) -> None:
-        for position in range(self._offset, self._offset + count):
-            self._rows.pop(position, None)
+        if self._rows:
+            for position in range(self._offset, self._offset + count):
+                self._rows.pop(position, None)
         del self._ids[:count]
         self._parts.clear()
         self._offset += count

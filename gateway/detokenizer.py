@@ -6,12 +6,9 @@ is returned never ends inside a character, holds U+FFFD only where the whole dec
 incomplete last character, and drops the space with which a SentencePiece completion starts.
 """
 
-import codecs
-from collections.abc import Sequence
+from codecs import utf_8_decode
 
 from headrace.gateway.tokenizer import Tokenizer
-
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
@@ -19,25 +16,19 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._pieces = tokenizer.pieces(skip_special_tokens)
-        self._decode = _Utf8Decoder("replace")
+        self._num_pieces = len(self._pieces)
+        self.waiting = b""  # bytes at the end, 3 at most, that are the start of a character
 
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids add; an incomplete last character waits for the ids that follow."""
-        return self.push_bytes(b"".join([self.bytes_of(i) for i in ids]))
-
-    def push_bytes(self, data: bytes) -> str:
-        """The same for the bytes of ids."""
-        return self._decode.decode(data)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Bytes that a token adds to the text."""
-        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
-
-    @property
-    def num_waiting_bytes(self) -> int:
-        """Bytes at the end, 3 at most, that are the start of a character."""
-        return len(self._decode.getstate()[0])
+    def push(self, token_id: int) -> str:
+        """The text that this id adds; an incomplete last character waits for the ids that follow."""
+        data = self._pieces[token_id] if 0 <= token_id < self._num_pieces else b""
+        if self.waiting:
+            data = self.waiting + data
+        text, length = utf_8_decode(data, "replace")
+        self.waiting = data[length:]
+        return text
 
     def finish(self) -> str:
         """The rest: U+FFFD if the last character is incomplete, else nothing."""
-        return self._decode.decode(b"", final=True)
+        rest, self.waiting = self.waiting.decode("utf-8", "replace"), b""
+        return rest

@@ -70,6 +70,11 @@ class PreparedRequest:
         """Length of the prompt."""
         return len(self.engine_request.prompt_token_ids)
 
+    @property
+    def copies(self) -> int:
+        """How many of the n outputs one completion of the core stands for: all of them where they cannot differ."""
+        return self.params.n // len(self.engine_request.children)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
@@ -189,13 +194,14 @@ class InputProcessor:
         arrival: Arrival,
     ) -> core_pb.EngineCoreRequest:
         seed = random.getrandbits(64) if params.seed is None else params.seed
+        children = 1 if params.greedy else params.n  # the most likely tokens are the same for all
         age_s = arrival.age_s()
         result = core_pb.EngineCoreRequest(
             internal_id=f"{self._gateway_epoch}-{next(self._counter)}",
             external_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling=sampling_to_wire(_for_core(params, age_s)),
-            children=[core_pb.Child(index=i, seed=(seed + i) % 2**64) for i in range(params.n)],
+            children=[core_pb.Child(index=i, seed=(seed + i) % 2**64) for i in range(children)],
             bad_word_ids=[core_pb.TokenSequence(token_ids=ids) for ids in bad_words],
             eos_token_ids=model.eos_token_ids,
             priority=request.priority,

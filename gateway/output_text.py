@@ -9,15 +9,16 @@ Whoever shows deltas, the whole so far or only the end joins the same deltas, so
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.gateway.detokenizer import IncrementalDetokenizer
 from headrace.gateway.stop_strings import StopMatch, StopStringMatcher
 from headrace.gateway.tokenizer import Tokenizer
 
+_NO_TEXT = -1  # an id outside every vocabulary
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+
+class TextDelta(NamedTuple):
     """What may be shown now: text, and how many further token ids (with their log-probabilities) go with it.
 
     `stop_text` is set once, when a stop string ended the output: then the ids released in all are the ids to keep, and
@@ -53,8 +54,7 @@ class OutputText:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._length = 0  # characters decoded
-        self._released = 0  # characters released
-        self._held = ""  # the characters between
+        self._held = ""  # the last of them, which are not released yet
         self._ends: deque[int] = deque()  # for each id that waits: the length at which its text is complete
         self._over = False
 
@@ -64,22 +64,24 @@ class OutputText:
         `ends_with_stop_token`: the last id is the end-of-sequence or stop token that ended the output; it stays among
         the ids, but has no text unless stops are included. RuntimeError after the output is over.
         """
+        if ends_with_stop_token and not self._include_stop:
+            ids = [*ids[:-1], _NO_TEXT]
         self._check_not_over()
-        last_without_text = len(ids) - 1 if ends_with_stop_token and not self._include_stop else -1
         detokenizer = self._detokenizer
-        for position, token_id in enumerate(ids):
-            data = b"" if position == last_without_text else detokenizer.bytes_of(token_id)
-            piece = detokenizer.push_bytes(data)
+        for token_id in ids:
+            piece = detokenizer.push(token_id)
             self._num_tokens += 1
             self._length += len(piece)
             self._held += piece
             # An incomplete character always becomes exactly one: itself, or U+FFFD.
-            self._ends.append(self._length + (detokenizer.num_waiting_bytes > 0))
+            self._ends.append(self._length + 1 if detokenizer.waiting else self._length)
             if self._matcher and piece:
                 match = self._matcher.push(piece, may_stop=self._num_tokens > self._min_tokens)
                 if match:
                     return self._stop_at(match)
-        return self._release(max(self._length - self._hold_back, 0))
+        if self._hold_back or detokenizer.waiting:
+            return self._release_part()
+        return self._release_all()
 
     def finish(self) -> TextDelta:
         """The rest, when the output ended for another reason than a stop string. RuntimeError if it is over already."""
@@ -88,16 +90,25 @@ class OutputText:
         rest = self._detokenizer.finish()
         self._held += rest
         self._length += len(rest)
-        return self._release(self._length)
+        return self._release_all()
 
-    def _release(self, length: int) -> TextDelta:
-        """Shows everything up to `length` characters from the start."""
-        cut = length - self._released
-        text, self._held = self._held[:cut], self._held[cut:]
-        self._released = length
-        num_token_ids = 0
-        while self._ends and self._ends[0] <= length:
-            self._ends.popleft()
+    def _release_all(self) -> TextDelta:
+        text, num_token_ids = self._held, len(self._ends)
+        self._held = ""
+        self._ends.clear()
+        return TextDelta(text, num_token_ids)
+
+    def _release_part(self) -> TextDelta:
+        """Shows everything but the last `hold_back` characters, and the ids whose text lies before them."""
+        held, ends, num_token_ids = self._held, self._ends, 0
+        cut = len(held) - self._hold_back
+        if cut > 0:
+            text, self._held = held[:cut], held[cut:]
+        else:
+            text = ""
+        released = self._length - len(self._held)
+        while ends and ends[0] <= released:
+            ends.popleft()
             num_token_ids += 1
         return TextDelta(text, num_token_ids)
 
@@ -105,7 +116,8 @@ class OutputText:
         """Cuts the text at the stop string and keeps every token up to the one in which it completed."""
         self._over = True
         cut = match.end if self._include_stop else match.start
-        return TextDelta(self._held[: cut - self._released], len(self._ends), match.stop)
+        released = self._length - len(self._held)
+        return TextDelta(self._held[: cut - released], len(self._ends), match.stop)
 
     def _check_not_over(self) -> None:
         if self._over:

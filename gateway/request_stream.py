@@ -18,6 +18,7 @@ from headrace.gateway.output_text import OutputText
 from headrace.gateway.token_logprobs import PromptLogprobs
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
+MAX_COPIES_BYTES = 1 << 20  # in one message, but for a final one
 UNSENT_ENTRY_BYTES = 32  # a token, or one candidate of its log-probabilities
 
 
@@ -27,7 +28,9 @@ class RequestStream:
     def __init__(self, request: PreparedRequest, numerics_id: str, max_unsent_bytes: int) -> None:
         self._request = request
         self._numerics_id = numerics_id
+        self._copies = request.copies
         self._max_unsent_bytes = max_unsent_bytes
+        self._most_unread = max_unsent_bytes // UNSENT_ENTRY_BYTES  # entries
         self._submission: Submission | None = None
         self._error: RequestError | None = None
         self._wake = asyncio.Event()
@@ -59,13 +62,13 @@ class RequestStream:
 
     @property
     def num_output_tokens(self) -> int:
-        """Over all completions, sent or not."""
-        return sum(completion.num_output_tokens for completion in self.completions)
+        """Over all outputs, sent or not."""
+        return self._copies * sum(completion.num_output_tokens for completion in self.completions)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of each completion, such as STOP; for the log."""
-        return [
+        """Of each output, such as STOP; for the log."""
+        return self._copies * [
             params_pb2.FinishReason.Name(completion.finish_reason).removeprefix("FINISH_REASON_")
             for completion in self.completions
         ]
@@ -93,7 +96,7 @@ class RequestStream:
             # As it is now: more may happen while a message is written, and it must be sent too before the end.
             error = self._error
             over = error is not None or len(self._complete) == len(self.completions)
-            for message in self._take_messages(error, over):
+            for message in self.take_messages(error, over=over):
                 yield message
             if error is not None:
                 raise error
@@ -105,14 +108,14 @@ class RequestStream:
         self._wake.set()
         if completion.error is not None:
             self.fail(completion.error)
-        elif completion.complete:
+        elif completion.over and completion.complete:
             self._complete.add(completion.index)
-        elif self._left_unread(completion) * UNSENT_ENTRY_BYTES > self._max_unsent_bytes:
-            self.fail(self._too_much_unread())
-
-    def _left_unread(self, completion: Completion) -> int:
-        prompt = self._prompt_logprobs.unsent_entries if self._prompt_logprobs is not None else 0
-        return prompt + completion.unsent_entries
+        else:
+            unread = self._copies * completion.unsent_entries
+            if self._prompt_logprobs is not None:
+                unread += self._prompt_logprobs.unsent_entries
+            if unread > self._most_unread:
+                self.fail(self._too_much_unread())
 
     def _too_much_unread(self) -> Overloaded:
         limit = self._max_unsent_bytes
@@ -120,7 +123,8 @@ class RequestStream:
             return Overloaded(f"the output kept for the final message passed {limit} bytes", reason="OUTPUT_TOO_LARGE")
         return Overloaded(f"the client left more than {limit} bytes of output unread", reason="SLOW_READER")
 
-    def _take_messages(self, error: RequestError | None, over: bool) -> Iterator[pb.GenerateResponse]:
+    def take_messages(self, error: RequestError | None = None, *, over: bool = False) -> Iterator[pb.GenerateResponse]:
+        """What there is to send now; with totals if it is the last, which `error` may have caused."""
         if self._prompt_logprobs is not None:
             for slice_ in self._prompt_logprobs.take_slices(self._request.model.tokenizer):
                 yield self._message(pb.GenerateResponse(prompt_logprobs=slice_))
@@ -128,8 +132,21 @@ class RequestStream:
                 return
         if self._request.output_kind == pb.OUTPUT_KIND_FINAL_ONLY and not over:
             return
-        message = pb.GenerateResponse(outputs=[one.take() for one in self._dirty.values() if one.has_news()])
+        message = pb.GenerateResponse()
+        for completion in self._dirty.values():
+            if completion.has_news():
+                completion.take(message.outputs.add())
         self._dirty.clear()
+        if message.outputs and self._copies > 1:
+            # There is one completion, and it counts n times.
+            whole = self._request.output_kind == pb.OUTPUT_KIND_FINAL_ONLY
+            output = message.outputs[0]
+            most = max(MAX_COPIES_BYTES // output.ByteSize(), 1)
+            for index in range(1, self._copies):
+                if len(message.outputs) == most and not whole:
+                    yield self._message(message)
+                    message = pb.GenerateResponse()
+                _add_copy(message, output, index)
         if over:
             # A request that failed before its first token ends with the bare status, so that clients may retry it.
             if error is not None and not self._first_sent and not self.num_output_tokens:
@@ -166,6 +183,14 @@ class RequestStream:
     def _abort_all(self) -> None:
         for completion in self.completions:
             self._abort(completion)
+
+
+def _add_copy(message: pb.GenerateResponse, output: pb.CompletionOutput, index: int) -> None:
+    copy = message.outputs.add()
+    copy.CopyFrom(output)
+    copy.index = index
+    if copy.HasField("seed"):
+        copy.seed = (copy.seed + index) % 2**64
 
 
 def completion_options(request: PreparedRequest) -> CompletionOptions:

@@ -1,6 +1,6 @@
 """Takes one StepOutputs message apart and hands each completion its share.
 
-This runs once per token, so the loops are plain: one list look-up and one call a token.
+This runs once per token, so the loops are plain: the sinks of a message are looked up at once, and each is called once.
 """
 
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
@@ -20,44 +20,44 @@ def deliver_step(step: core_pb.StepOutputs, table: SlotTable) -> None:
         deliver_logprobs(step.logprobs, table)
     _deliver_tokens(step, table)
     for finished in step.finished:
-        sink = table.occupant(finished.slot).sink
-        table.release(finished.slot)
-        sink.on_finished(finished)
+        table.release(finished.slot).on_finished(finished)
 
 
 def deliver_logprobs(columns: core_pb.LogprobColumns, table: SlotTable) -> None:
     """Rows of output positions."""
-    for slot, position, row in _rows(columns):
-        table.occupant(slot).sink.on_logprobs(position, row)
+    rows = _rows(columns)
+    for sink, (position, row) in zip(table.sinks(columns.slots), rows, strict=True):
+        sink.on_logprobs(position, row)
 
 
 def deliver_prompt_logprobs(columns: core_pb.LogprobColumns, table: SlotTable) -> None:
     """Rows of prompt positions."""
-    for slot, position, row in _rows(columns):
-        table.occupant(slot).sink.on_prompt_logprobs(position, row)
+    rows = _rows(columns)
+    for sink, (position, row) in zip(table.sinks(columns.slots), rows, strict=True):
+        sink.on_prompt_logprobs(position, row)
 
 
 def _deliver_tokens(step: core_pb.StepOutputs, table: SlotTable) -> None:
-    occupant = table.occupant
+    sinks, token_ids = table.sinks(step.slots), step.token_ids[:]
     if not step.counts:
-        for slot, token_id in zip(step.slots, step.token_ids, strict=True):
-            occupant(slot).sink.on_tokens((token_id,))
+        for sink, token_id in zip(sinks, token_ids, strict=True):
+            sink.on_tokens((token_id,))
         return
-    token_ids = list(step.token_ids)
+    counts = step.counts[:]
+    if sum(counts) != len(token_ids):
+        raise ValueError(f"counts add up to {sum(counts)} tokens, but the message has {len(token_ids)}")
     start = 0
-    for slot, count in zip(step.slots, step.counts, strict=True):
-        occupant(slot).sink.on_tokens(token_ids[start : start + count])
+    for sink, count in zip(sinks, counts, strict=True):
+        sink.on_tokens(token_ids[start : start + count])
         start += count
-    if start != len(token_ids):
-        raise ValueError(f"counts add up to {start} tokens, but the message has {len(token_ids)}")
 
 
-def _rows(columns: core_pb.LogprobColumns) -> list[tuple[int, int, LogprobRow]]:
+def _rows(columns: core_pb.LogprobColumns) -> list[tuple[int, LogprobRow]]:
     token_ids, values, ranks = list(columns.token_ids), list(columns.values), list(columns.ranks)
     offsets = list(columns.offsets)
     if len(columns.slots) != len(columns.positions) or len(offsets) != (len(columns.slots) + 1 if offsets else 0):
         raise ValueError("log-probability columns have different numbers of rows")
     return [
-        (slot, position, LogprobRow(token_ids[a:b], values[a:b], ranks[a:b]))
-        for slot, position, a, b in zip(columns.slots, columns.positions, offsets, offsets[1:], strict=False)
+        (position, LogprobRow(token_ids[a:b], values[a:b], ranks[a:b]))
+        for position, a, b in zip(columns.positions, offsets, offsets[1:], strict=False)
     ]

@@ -24,7 +24,7 @@ class StopStringMatcher:
         """`stops`: at least one, none empty; ValueError otherwise, since requests are checked before."""
         if not stops or not all(stops):
             raise ValueError(f"stop strings must be non-empty, and at least one; got {list(stops)!r}")
-        self._stops = tuple(stops)
+        self._stops = [(stop, len(stop)) for stop in stops]
         # A match in a new piece starts at most this many characters before the piece.
         self.reach = max(map(len, stops)) - 1
         self._window = ""  # the last `reach` characters that came
@@ -35,19 +35,16 @@ class StopStringMatcher:
 
         With `may_stop=False` nothing completes inside this piece, but a match may begin in it.
         """
-        text = self._window + piece
-        match = self._first_match(text) if may_stop else None
-        self._num_seen += len(piece)
-        self._window = text[max(len(text) - self.reach, 0) :]
-        return match
-
-    def _first_match(self, text: str) -> StopMatch | None:
         old = len(self._window)
-        offset = self._num_seen - old
+        text = self._window + piece
         best: StopMatch | None = None
-        for stop in self._stops:
+        for stop, length in self._stops if may_stop else ():
             # No earlier start: such a match would complete in the window, which has been searched.
-            start = text.find(stop, max(old - len(stop) + 1, 0))
-            if start >= 0 and (best is None or offset + start + len(stop) < best.end):
-                best = StopMatch(stop, offset + start, offset + start + len(stop))
+            start = text.find(stop, old - length + 1 if old >= length else 0)
+            if start >= 0:
+                end = start + length + self._num_seen - old
+                if best is None or end < best.end:
+                    best = StopMatch(stop, end - length, end)
+        self._num_seen += len(piece)
+        self._window = text[-self.reach :] if self.reach else ""
         return best

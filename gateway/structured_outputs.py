@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.common.errors import Overloaded
 from headrace.common.grammar_checker import GrammarChecker, Verdict
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.common.tokenizer_files import TokenizerFiles
 
 MAX_WAITING_CHECKS = 32

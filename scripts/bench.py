@@ -1,4 +1,4 @@
-"""Measures a pair on this machine: `headrace bench serve` at several numbers of requests at once.
+"""Measures this machine: `headrace bench host`, then `headrace bench serve` at several numbers of requests at once.
 
 Prompts of 128 tokens, outputs of 64, greedy, end-of-sequence ignored.
 usage: bench.py [FLAG of `headrace up`]...          default: --model demo
@@ -7,6 +7,7 @@ usage: bench.py [FLAG of `headrace up`]...          default: --model demo
 import json
 import subprocess
 import sys
+from typing import Any
 
 from local_pair import PairError, running_pair
 
@@ -15,21 +16,26 @@ REQUESTS_PER_STREAM = 4
 COLUMNS = "{:>8} {:>12} {:>10} {:>10} {:>10} {:>10} {:>7}"
 
 
+def bench(*words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Runs `headrace bench`; CalledProcessError if it fails."""
+    return subprocess.run([sys.executable, "-m", "headrace", "bench", *words], check=True, text=True, **options)
+
+
 def measure(server: str, concurrency: int) -> str:
     """One line of the table; CalledProcessError if nothing could be measured."""
-    command = [sys.executable, "-m", "headrace.cli.main", "bench", "serve", "--json", "--server", server]
-    command += ["--concurrency", str(concurrency), "--requests", str(concurrency * REQUESTS_PER_STREAM)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    report = json.loads(output)
+    words = ["--concurrency", str(concurrency), "--requests", str(concurrency * REQUESTS_PER_STREAM)]
+    report = json.loads(bench("serve", "--json", "--server", server, *words, stdout=subprocess.PIPE).stdout)
     ttft, itl = report["ttft_ms"], report["itl_ms"]
     times = (f"{value:.1f}" for value in (ttft["p50"], ttft["p99"], itl["p50"], itl["p99"]))
     return COLUMNS.format(concurrency, f"{report['output_tok_s']:.1f}", *times, report["failed"])
 
 
 def main() -> int:
-    """Prints the table; returns the exit code."""
+    """Prints both tables; returns the exit code."""
     flags = sys.argv[1:] or ["--model", "demo"]
     try:
+        bench("host")
+        print(flush=True)
         with running_pair(*flags, "--log-level", "error") as server:
             print(COLUMNS.format("at once", "tokens/s", "ttft p50", "ttft p99", "itl p50", "itl p99", "failed"))
             for concurrency in CONCURRENCY:

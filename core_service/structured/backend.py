@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headrace.common.grammar_checker import GrammarChecker
 from headrace.common.grammar_engine import build_grammar_tokenizer, mask_words, new_matcher
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_service.batch import Int32Array
 from headrace.core_service.grammar import CompiledGrammar, Grammar

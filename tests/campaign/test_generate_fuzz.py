@@ -25,7 +25,7 @@ EXPECTED = {
 }
 ODD_FLOATS = [0.0, -0.0, 1.0, 0.5, 2.0, 1e-9, -1.0, 5.0, 1e30, float("nan"), float("inf"), -float("inf")]
 ODD_INTS = [0, 1, 2, 3, 19, 20, 21, 100, 511, 512, 2**31 - 1]
-TEXTS = ["", "a", "abc", "x" * 600, "é😀" * 5, "\x00", "<|end|>", "boom", "nop" * 30]
+TEXTS = ["", "a", "abc", "x" * 600, "é😀" * 5, "\x00", "<eos>", "boom", "nop" * 30]
 
 
 def random_request(rng):

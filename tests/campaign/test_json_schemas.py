@@ -11,7 +11,8 @@ from grammar_walks import build_backend, start
 from json_schema_checker import faults
 
 from headrace.common.demo_model import fetch_demo_model
-from headrace.common.params import SamplingParams, StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
+from headrace.common.params import SamplingParams
 from headrace.common.tokenizer_files import load_tokenizer_files
 from headrace.common.v1.params_pb2 import FinishReason
 from headrace.core_service.block_manager import BlockManager

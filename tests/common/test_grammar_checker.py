@@ -13,8 +13,8 @@ from headrace.common.byte_tokenizer import EOS_ID
 from headrace.common.errors import InvalidRequest, Overloaded, Unimplemented
 from headrace.common.grammar_checker import REMEMBERED_CONSTRAINTS, GrammarChecker
 from headrace.common.grammar_engine import STEP_MAX_ITEMS
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.common.limited_worker import WorkerLimits
-from headrace.common.params import StructuredOutputsParams
 
 SLOW = StructuredOutputsParams(
     lark="start: A\nA: " + " & ".join(f"/(a|b)*a(a|b){{{n}}}(a|b)*/" for n in range(30))  # minutes of work

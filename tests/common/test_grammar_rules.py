@@ -4,8 +4,13 @@ import re
 
 import pytest
 
-from headrace.common.grammar_rules import MAX_CONSTRAINT_BYTES, MAX_PATTERN_BYTES, constraint_violations
-from headrace.common.params import ModelLimits, SamplingParams, StructuredOutputsParams
+from headrace.common.grammar_rules import (
+    MAX_CONSTRAINT_BYTES,
+    MAX_PATTERN_BYTES,
+    StructuredOutputsParams,
+    constraint_violations,
+)
+from headrace.common.params import ModelLimits, SamplingParams
 
 FIELD = "sampling.structured_outputs"
 

@@ -9,8 +9,8 @@ from grammar_walks import FILES, VOCAB_SIZE
 from headrace.common.byte_tokenizer import EOS_ID
 from headrace.common.errors import InvalidRequest
 from headrace.common.grammar_engine import build_grammar_tokenizer, new_matcher
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.common.grammar_source import grammar_source
-from headrace.common.params import StructuredOutputsParams
 
 FIELD = "sampling.structured_outputs"
 

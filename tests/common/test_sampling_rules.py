@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from gateway_harness import VOCAB_SIZE, byte_tokenizer_files
+from gateway_harness import VOCAB_SIZE, model_files
 from google.protobuf.json_format import ParseDict
 
 from headrace.common.errors import InvalidRequest
@@ -83,7 +83,7 @@ def message(field: str, value: Any) -> pb.SamplingParams:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[ServedModel]:
-    files = byte_tokenizer_files()
+    files = model_files()
     tools = TextTools.from_files(files)
     yield ServedModel("fake", fake_core_info(files), LIMITS, SamplingParams(), tools, 1 << 20)
     tools.close()

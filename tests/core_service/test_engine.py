@@ -35,8 +35,9 @@ class Client:
         self._news = threading.Condition()
         self.id = engine.connect(self._take)
 
-    def _take(self, message):
-        assert message.ByteSize() <= 256 * 1024
+    def _take(self, response):
+        assert response.ByteSize() <= 256 * 1024
+        message = response.step
         with self._news:
             self.messages.append(message)
             for slot, token in zip(message.slots, message.token_ids, strict=True):

@@ -6,7 +6,7 @@ import warnings
 
 import grpc
 import pytest
-from gateway_harness import byte_tokenizer_files
+from gateway_harness import model_files
 from pair_requests import PairClient, make_request
 
 from headrace.common.v1 import params_pb2
@@ -149,7 +149,7 @@ async def test_a_models_own_repetition_penalty_applies_unless_the_request_says_o
             max_position_embeddings=64,
         )
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    for name, contents in byte_tokenizer_files().files.items():
+    for name, contents in model_files().files.items():
         (tmp_path / name).write_bytes(contents)
     (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 100.0}))
     core = start_process("core", "--model", tmp_path, "--dtype", "float32", "--kv-cache-memory", "4MiB")

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from gateway_harness import Client, Gateway, byte_tokenizer_files, next_letter, running_gateway, serving
+from gateway_harness import Client, Gateway, model_files, next_letter, running_gateway, serving
 
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
@@ -12,7 +12,7 @@ from headrace.gateway.fakes import FakeBehaviour, FakeCore, fake_core_info, serv
 
 @pytest.fixture(scope="session")
 def files() -> TokenizerFiles:
-    return byte_tokenizer_files()
+    return model_files()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gateway_harness import Client, byte_tokenizer_files, text_request
+from gateway_harness import Client, model_files, text_request
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -12,7 +12,7 @@ from headrace.gateway.bad_words import bad_word_sequences
 from headrace.gateway.fakes import FakeCore
 from headrace.gateway.tokenizer import Tokenizer
 
-BYTES = Tokenizer.from_files(byte_tokenizer_files())
+BYTES = Tokenizer.from_files(model_files())
 
 
 def spelled(*texts: str) -> list[tuple[int, ...]]:

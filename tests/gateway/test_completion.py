@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from gateway_harness import EOS, byte_tokenizer_files
+from gateway_harness import EOS, model_files
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from headrace.gateway.output_text import OutputText
 from headrace.gateway.tokenizer import Tokenizer
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
-TOKENIZER = Tokenizer.from_files(byte_tokenizer_files())
+TOKENIZER = Tokenizer.from_files(model_files())
 LENGTH = core_pb.Finished(reason=params_pb2.FINISH_REASON_LENGTH)
 
 
@@ -41,7 +41,13 @@ def row(token_id: int) -> LogprobRow:
 
 
 def drain(completion: Completion) -> list[pb.CompletionOutput]:
-    return [completion.take()] if completion.has_news() else []
+    return [take(completion)] if completion.has_news() else []
+
+
+def take(completion: Completion) -> pb.CompletionOutput:
+    output = pb.CompletionOutput()
+    completion.take(output)
+    return output
 
 
 def test_repeating_all_logprobs_costs_no_square_of_the_length() -> None:
@@ -102,13 +108,25 @@ def test_tokens_after_a_stop_string_are_ignored_until_the_terminal_row() -> None
     completion.on_tokens(list(b"def"))
     assert not completion.over
     assert not completion.complete
-    output = completion.take()
+    output = take(completion)
     assert (output.text, bytes(output.token_ids), output.stop_text) == ("a", b"ab", "b")
     completion.on_finished(core_pb.Finished(reason=params_pb2.FINISH_REASON_ABORT, code=1))
     assert completion.complete
     assert completion.error is None
     assert completion.finish_reason == params_pb2.FINISH_REASON_STOP
     assert not completion.has_news()
+
+
+def test_an_end_without_new_tokens_comes_alone() -> None:
+    completion, _ = make_completion(logprobs=True)
+    completion.on_logprobs(0, row(97))
+    completion.on_tokens([97])
+    take(completion)
+    completion.on_finished(LENGTH)
+    (output,) = drain(completion)
+    assert (output.text, list(output.token_ids), list(output.logprobs)) == ("", [], [])
+    assert (output.token_offset, output.finish_reason) == (1, params_pb2.FINISH_REASON_LENGTH)
+    assert output.cumulative_logprob == -0.25
 
 
 def test_output_waits_for_its_logprobs() -> None:
@@ -121,7 +139,7 @@ def test_output_waits_for_its_logprobs() -> None:
     assert not completion.has_news()
     completion.on_logprobs(0, row(97))
     assert completion.complete
-    assert completion.take().cumulative_logprob == -0.5
+    assert take(completion).cumulative_logprob == -0.5
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -138,18 +156,18 @@ def test_a_lost_core_fails_what_is_unfinished() -> None:
     completion.on_tokens(list(b"ab"))
     completion.on_failed(Unavailable("gone"))
     assert isinstance(completion.error, Unavailable)
-    assert completion.take().text == "ab"
+    assert take(completion).text == "ab"
 
 
 def test_the_first_message_does_not_wait_for_the_interval() -> None:
     completion, _ = make_completion(min_new_tokens=3)
     completion.on_tokens([97])
     assert completion.has_news()
-    completion.take()
+    take(completion)
     completion.on_tokens([98, 99])
     assert not completion.has_news()
     completion.on_tokens([100])
-    assert completion.take().text == "bcd"
+    assert take(completion).text == "bcd"
 
 
 @pytest.mark.parametrize("reason", [params_pb2.FINISH_REASON_UNSPECIFIED, 99])
@@ -158,4 +176,4 @@ def test_an_end_for_no_known_reason_is_no_success(reason: params_pb2.FinishReaso
     completion.on_tokens([97])
     completion.on_finished(core_pb.Finished(reason=reason))
     assert isinstance(completion.error, InternalError)
-    assert completion.take().finish_reason == params_pb2.FINISH_REASON_ERROR
+    assert take(completion).finish_reason == params_pb2.FINISH_REASON_ERROR

@@ -27,7 +27,7 @@ character_bytes = st.text(max_size=8).map(lambda text: list(text.encode()))
 
 def deltas(tokenizer: Tokenizer, groups: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
-    return [*(detokenizer.push(group) for group in groups), detokenizer.finish()]
+    return [*("".join(map(detokenizer.push, group)) for group in groups), detokenizer.finish()]
 
 
 def one_by_one(ids: Sequence[int]) -> list[list[int]]:

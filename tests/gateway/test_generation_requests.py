@@ -221,7 +221,7 @@ async def test_tokenize_and_detokenize(client: Client) -> None:
     assert bytes(answer.token_ids) == b"[user]u[assistant]"
     ids = [*b"hi", EOS]
     text = await client.generation.Detokenize(pb.DetokenizeRequest(token_ids=ids))
-    assert text.text == "hi<|end|>"
+    assert text.text == "hi<eos>"
     text = await client.generation.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=True))
     assert text.text == "hi"
 

@@ -80,14 +80,22 @@ async def test_deltas_join_to_the_cumulative_output(
         position += len(output.token_ids)
 
 
-@pytest.mark.parametrize("interval", [1, 4, 100])
-async def test_stream_interval_changes_messages_but_not_text(client: Client, interval: int) -> None:
-    request = text_request("A", max_tokens=11)
-    request.stream_interval = interval
+@pytest.mark.parametrize("interval", [1, 5, 10, 100])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+async def test_stream_interval_and_kind_change_messages_but_not_text(
+    client: Client, behaviour: FakeBehaviour, interval: int, kind: pb.OutputKind.ValueType, tokens_per_step: int
+) -> None:
+    behaviour.tokens_per_step = tokens_per_step
+    request = text_request("A", max_tokens=40)
+    request.text_options.stop.append("vwx")
+    request.stream_interval, request.output_kind = interval, kind
     outcome = await client.generate(request)
-    assert outcome.text() == "abcdefghijk"
-    sizes = [len(o.token_ids) for m in outcome.messages for o in m.outputs]
-    assert all(size >= interval for size in sizes[1:-1])
+    assert final_text(outcome, kind) == "abcdefghijklmnopqrstu"
+    assert outcome.usage.output_tokens == 24
+    if kind == pb.OUTPUT_KIND_DELTA:
+        sizes = [len(o.token_ids) for m in outcome.messages for o in m.outputs]
+        assert all(size >= interval for size in sizes[1:-1])
 
 
 async def test_stop_string_cuts_text_and_ids_and_aborts_in_the_core(
@@ -127,21 +135,31 @@ async def test_held_back_text_is_released_at_the_end(client: Client) -> None:
 
 @pytest.mark.parametrize(("token", "stop_token_id"), [(EOS, None), (SECOND_EOS, SECOND_EOS), (ord("q"), ord("q"))])
 @pytest.mark.parametrize("include", [False, True])
-async def test_stop_tokens_keep_their_id_and_lose_their_text(
-    client: Client, behaviour: FakeBehaviour, token: int, stop_token_id: int | None, include: bool
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+async def test_stop_tokens_keep_their_id_and_logprobs_and_lose_their_text(
+    client: Client,
+    behaviour: FakeBehaviour,
+    token: int,
+    stop_token_id: int | None,
+    include: bool,
+    logprobs: int | None,
+    tokens_per_step: int,
 ) -> None:
-    behaviour.script = [*b"hi", token]
-    request = text_request("A", max_tokens=40)
+    behaviour.script, behaviour.tokens_per_step = [*b"hi", token], tokens_per_step
+    request = text_request("A", max_tokens=40, **({} if logprobs is None else {"logprobs": logprobs}))
     request.sampling.stop_token_ids.append(ord("q"))
     request.text_options.include_stop_in_output = include
     request.text_options.skip_special_tokens = False
     outcome = await client.generate(request)
-    text = {EOS: "<|end|>", SECOND_EOS: "<|turn|>", ord("q"): "q"}[token]
+    text = {EOS: "<eos>", SECOND_EOS: "<bos>", ord("q"): "q"}[token]
     assert outcome.text() == "hi" + (text if include else "")
     assert outcome.token_ids() == [*b"hi", token]
     last = outcome.last()
     assert last.finish_reason == params_pb2.FINISH_REASON_STOP
     assert (last.stop_token_id if last.HasField("stop_token_id") else None) == stop_token_id
+    rows = [row for m in outcome.messages for o in m.outputs for row in o.logprobs]
+    assert [row.candidates[0].token_id for row in rows] == ([] if logprobs is None else [*b"hi", token])
 
 
 async def test_ignored_end_of_sequence_goes_on(client: Client, behaviour: FakeBehaviour) -> None:

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.common.byte_tokenizer import EOS_ID, byte_tokenizer_files
+from headrace.common.model_files import resolve_model
+from headrace.common.tokenizer_files import load_tokenizer_files
 from headrace.gateway.output_text import OutputText, TextDelta
 from headrace.gateway.tokenizer import Tokenizer
 
@@ -183,6 +185,49 @@ def test_ids_of_half_a_character_wait_for_the_other_half() -> None:
     assert output.push([0xA9]) == TextDelta("é", 2)
     assert output.push([0xC3]) == TextDelta("", 0)
     assert output.finish() == TextDelta("\ufffd", 1)
+
+
+@pytest.fixture(scope="module")
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.from_files(load_tokenizer_files(resolve_model("demo").path))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("include", "text"), [(False, " or"), (True, " organi")])
+def test_a_stop_inside_a_real_token_cuts_it(demo_tokenizer: Tokenizer, include: bool, text: str) -> None:
+    ids = demo_tokenizer.encode(" organization of")
+    assert demo_tokenizer.token_bytes(ids[0]) == b" organization"
+    output = OutputText(demo_tokenizer, stops=["gani"], include_stop=include)
+    assert output.push(ids) == TextDelta(text, 1, "gani")
+
+
+@pytest.mark.model
+def test_with_real_tokens_no_stop_completes_within_min_tokens(demo_tokenizer: Tokenizer) -> None:
+    ids = demo_tokenizer.encode("There were seven elephants beside the edge of the river, we are told.")
+    for min_tokens in range(len(ids) - 2):
+        before = demo_tokenizer.decode(ids[:min_tokens], continues_text=True)
+        text = demo_tokenizer.decode(ids, continues_text=True)
+        output = OutputText(demo_tokenizer, stops=["e"], min_tokens=min_tokens)
+        delta = output.push(ids)
+        assert delta.text == text[: text.index("e", len(before))]
+        assert delta.num_token_ids > min_tokens
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("text", ["URGENCY🌶️", "ပုံပြင်လေးပြောပြပါ။", "a‍🧑‍🚀��"])
+@pytest.mark.parametrize("stop", ["", "!!", "🌶", "ပြော"])
+def test_text_of_many_bytes_a_character_streams_whole(demo_tokenizer: Tokenizer, text: str, stop: str) -> None:
+    output = OutputText(demo_tokenizer, stops=[stop] if stop else [])
+    shown = ""
+    for token_id in demo_tokenizer.encode(text):
+        delta = output.push([token_id])
+        shown += delta.text
+        assert text.startswith(shown)
+        if delta.stop_text is not None:
+            break
+    else:
+        shown += output.finish().text
+    assert shown == (text.partition(stop)[0] if stop else text)
 
 
 def test_going_on_after_the_end_is_a_bug_of_the_caller() -> None:

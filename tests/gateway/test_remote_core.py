@@ -11,8 +11,8 @@ import pytest
 from gateway_harness import (
     Client,
     Gateway,
-    byte_tokenizer_files,
     eventually,
+    model_files,
     next_letter,
     running_gateway,
     serving,
@@ -223,7 +223,7 @@ async def test_another_chat_template_is_only_a_warning(
 
 
 async def test_a_damaged_tokenizer_is_refused(files: TokenizerFiles) -> None:
-    other = byte_tokenizer_files()
+    other = model_files()
     core = FakeCore(
         TokenizerFiles({**other.files, "tokenizer.json": b"{}"}), fake_core_info(files), FakeBehaviour(next_letter)
     )

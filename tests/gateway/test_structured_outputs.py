@@ -10,7 +10,7 @@ from pair_requests import violated_fields
 
 from headrace.common.errors import InvalidRequest, Overloaded, Violation
 from headrace.common.grammar_checker import GrammarChecker, Verdict
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.gateway.structured_outputs import MAX_WAITING_CHECKS, StructuredOutputsCheck
 
 GOOD = {"type": "object", "properties": {"a": {"type": "integer"}}}

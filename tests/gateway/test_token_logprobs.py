@@ -1,6 +1,6 @@
 import random
 
-from gateway_harness import byte_tokenizer_files
+from gateway_harness import model_files
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +9,7 @@ from headrace.gateway.token_logprobs import PromptLogprobs, token_logprobs
 from headrace.gateway.tokenizer import Tokenizer
 from headrace.gateway_api.v1 import generation_pb2 as pb
 
-TOKENIZER = Tokenizer.from_files(byte_tokenizer_files())
+TOKENIZER = Tokenizer.from_files(model_files())
 
 
 def row(token_id: int) -> LogprobRow:

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from gateway_harness import VOCAB_SIZE, Gateway, byte_tokenizer_files, running_gateway, serving
+from gateway_harness import VOCAB_SIZE, Gateway, model_files, running_gateway, serving
 
 from headrace.common.contract_version import CONTRACT_VERSION
 from headrace.common.grpc_server import bind, create_server
@@ -32,6 +32,7 @@ class FakePair:
 
     gateway: Gateway
     engine: Engine
+    runner: FakeRunner
 
 
 @contextlib.asynccontextmanager
@@ -39,13 +40,14 @@ async def running_fake_pair(
     num_blocks: int = 65, max_model_len: int = 512, step_time_s: float = 0.0, **gateway_limits: int
 ) -> AsyncIterator[FakePair]:
     """Serves a model that draws the next byte; blocks and rows are checked at the end."""
-    files = byte_tokenizer_files()
+    files = model_files()
     scheduler = Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(16, 128))
     limits = AdmissionLimits(
         ModelLimits(VOCAB_SIZE, max_model_len, 20), (num_blocks - 1) * BLOCK, max_waiting_requests=256
     )
     blobs = BlobStore(8 << 20)
-    engine = Engine(scheduler, FakeRunner(VOCAB_SIZE, BLOCK, step_time_s), limits, blobs, check_when_idle=True)
+    runner = FakeRunner(VOCAB_SIZE, BLOCK, step_time_s)
+    engine = Engine(scheduler, runner, limits, blobs, check_when_idle=True)
     info = pb.CoreInfo(
         contract_version=CONTRACT_VERSION,
         model="fake",
@@ -71,7 +73,7 @@ async def running_fake_pair(
     try:
         async with running_gateway(f"127.0.0.1:{port}", **gateway_limits) as gateway:
             await serving(gateway.client)
-            yield FakePair(gateway, engine)
+            yield FakePair(gateway, engine, runner)
     finally:
         await server.stop(1)
         await asyncio.wrap_future(engine.check_integrity())

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from headrace.common.byte_tokenizer import BOS_ID, EOS_ID, byte_tokenizer_files
 from headrace.common.errors import RequestError
-from headrace.common.token_table import byte_alphabet
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_api.v1 import engine_core_pb2 as core_pb
 from headrace.gateway.config import GatewayConfig, LimitsConfig, ServerConfig
@@ -23,9 +22,7 @@ from headrace.gateway_api.v1.admin_pb2_grpc import AdminServiceStub
 from headrace.gateway_api.v1.generation_pb2_grpc import GenerationServiceStub
 from headrace.gateway_api.v1.models_pb2_grpc import ModelServiceStub
 
-NUM_BYTES = 256
-EOS = 256
-SECOND_EOS = 257
+EOS, SECOND_EOS = EOS_ID, BOS_ID
 VOCAB_SIZE = 258
 KINDS = [pb.OUTPUT_KIND_DELTA, pb.OUTPUT_KIND_CUMULATIVE, pb.OUTPUT_KIND_FINAL_ONLY]
 TEMPLATE = (
@@ -34,19 +31,10 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer_files(template: str = TEMPLATE) -> TokenizerFiles:
-    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in byte_alphabet().items()}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|turn|>", special=True)])
-    return TokenizerFiles.from_files(
-        {
-            "tokenizer.json": tokenizer.to_str().encode(),
-            "tokenizer_config.json": json.dumps({"eos_token": "<|end|>"}).encode(),
-            "chat_template.jinja": template.encode(),
-            "generation_config.json": json.dumps({"eos_token_id": [EOS, SECOND_EOS]}).encode(),
-        }
-    )
+def model_files() -> TokenizerFiles:
+    """The byte tokenizer with a chat template, and a second token that ends an output."""
+    config = json.dumps({"eos_token_id": [EOS, SECOND_EOS]}).encode()
+    return TokenizerFiles.from_files({**byte_tokenizer_files(TEMPLATE).files, "generation_config.json": config})
 
 
 def next_letter(last: int, _seed: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.common.byte_tokenizer import EOS_ID, byte_tokenizer_files
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.core_service.grammar import Grammar
 from headrace.core_service.structured.backend import LlguidanceBackend, build_grammar_backend
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "chat": "talk to the model",
     "tokenize": "turn text into token ids, or ids into text",
     "health": "ask a server whether it serves",
-    "bench": "measure a running gateway",
+    "bench": "measure a running gateway, or this machine",
     "doctor": "show versions, devices, ports and the model cache",
 }
 CLIENT_COMMANDS = ("generate", "chat", "tokenize", "health", "bench")

@@ -6,9 +6,8 @@ from collections import OrderedDict
 from dataclasses import asdict, dataclass
 
 from headrace.common.errors import InternalError, InvalidRequest, Overloaded, Unimplemented, Violation
-from headrace.common.grammar_rules import FIELD, FIELDS, constraint_kind, constraint_violations
+from headrace.common.grammar_rules import FIELD, FIELDS, StructuredOutputsParams, constraint_kind, constraint_violations
 from headrace.common.limited_worker import LimitedWorker, WorkerLimits, WorkerLost, WorkerOverrun
-from headrace.common.params import StructuredOutputsParams
 
 WORKER = "headrace.common.grammar_worker"
 REMEMBERED_CONSTRAINTS = 128

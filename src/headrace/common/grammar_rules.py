@@ -1,14 +1,11 @@
-"""The rules of a constraint on the output that can be checked at a glance; whether it compiles shows later.
+"""A constraint on the output, and the rules that can be checked at a glance; whether it compiles shows later.
 
 `headrace.common.grammar_checker` finds out the rest in a process of its own.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from headrace.common.errors import Violation
-
-if TYPE_CHECKING:  # which checks its parameters with this file
-    from headrace.common.params import StructuredOutputsParams
 
 FIELD = "sampling.structured_outputs"
 # Field of the contract for each kind of constraint.
@@ -29,13 +26,29 @@ _WITH_JSON = ("json", "json_object", "structural_tag")
 _WITH_SCHEMA = ("json", "structural_tag")
 
 
-def constraint_kind(params: "StructuredOutputsParams") -> str | None:
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """Exactly one constraint on the output text."""
+
+    json: str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    lark: str | None = None
+    gbnf: str | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+def constraint_kind(params: StructuredOutputsParams) -> str | None:
     """The one kind that is set, a key of FIELDS; None if there is none or more than one."""
     kinds = _kinds(params)
     return kinds[0] if len(kinds) == 1 else None
 
 
-def constraint_violations(params: "StructuredOutputsParams") -> list[Violation]:
+def constraint_violations(params: StructuredOutputsParams) -> list[Violation]:
     """Every broken rule that shows without compiling."""
     kind = constraint_kind(params)
     if kind is None:
@@ -45,7 +58,7 @@ def constraint_violations(params: "StructuredOutputsParams") -> list[Violation]:
     return _value_violations(kind, getattr(params, kind)) + _option_violations(kind, params)
 
 
-def _kinds(params: "StructuredOutputsParams") -> list[str]:
+def _kinds(params: StructuredOutputsParams) -> list[str]:
     return [name for name in FIELDS if getattr(params, name) is not None]
 
 
@@ -68,7 +81,7 @@ def _value_violations(kind: str, value: str | bool | tuple[str, ...]) -> list[Vi
     return found
 
 
-def _option_violations(kind: str, params: "StructuredOutputsParams") -> list[Violation]:
+def _option_violations(kind: str, params: StructuredOutputsParams) -> list[Violation]:
     found = []
     for name, kinds in (
         ("disable_any_whitespace", _WITH_JSON),

@@ -13,7 +13,7 @@ import json
 from headrace.common.errors import InvalidRequest, Violation
 from headrace.common.grammar_engine import grammar_fault, lark_regex
 from headrace.common.grammar_gbnf import lark_from_gbnf
-from headrace.common.grammar_rules import FIELD, FIELDS, constraint_kind
+from headrace.common.grammar_rules import FIELD, FIELDS, StructuredOutputsParams, constraint_kind
 from headrace.common.grammar_schema import (
     MAX_SCHEMA_NESTING,
     ConstraintError,
@@ -24,7 +24,6 @@ from headrace.common.grammar_schema import (
     schema_grammar,
 )
 from headrace.common.grammar_tags import MAX_TAG_NESTING, tag_grammar
-from headrace.common.params import StructuredOutputsParams
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:

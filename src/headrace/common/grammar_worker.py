@@ -9,10 +9,9 @@ import json
 
 from headrace.common.errors import InvalidRequest, Violation
 from headrace.common.grammar_engine import build_grammar_tokenizer, new_matcher
-from headrace.common.grammar_rules import FIELDS, constraint_kind
+from headrace.common.grammar_rules import FIELDS, StructuredOutputsParams, constraint_kind
 from headrace.common.grammar_source import grammar_source
 from headrace.common.limited_worker import Handler, serve
-from headrace.common.params import StructuredOutputsParams
 
 
 def _set_up(message: bytes) -> Handler:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from headrace.common.errors import Violation
-from headrace.common.grammar_rules import constraint_violations
+from headrace.common.grammar_rules import StructuredOutputsParams, constraint_violations
 
 DEFAULT_MAX_TOKENS = 16
 MAX_N = 16_384
@@ -33,22 +33,6 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     max_logprobs: int
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutputsParams:
-    """Exactly one constraint on the output text."""
-
-    json: str | None = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    lark: str | None = None
-    gbnf: str | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,8 @@
 from google.protobuf.duration_pb2 import Duration
 
 from headrace.common.errors import Violation
-from headrace.common.params import (
-    DEFAULT_MAX_TOKENS,
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from headrace.common.grammar_rules import StructuredOutputsParams
+from headrace.common.params import DEFAULT_MAX_TOKENS, RepetitionDetectionParams, SamplingParams
 from headrace.common.v1 import params_pb2 as pb
 
 

@@ -6,7 +6,7 @@ from grammar_walks import EMPTY, FILES, VOCAB_SIZE, allowed, build_backend, star
 
 from headrace.common.byte_tokenizer import EOS_ID
 from headrace.common.errors import InvalidRequest
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 from headrace.common.tokenizer_files import TokenizerFiles
 from headrace.core_service.structured.backend import build_grammar_backend
 

@@ -3,7 +3,8 @@
 import pytest
 
 from headrace.common.errors import InvalidRequest
-from headrace.common.params import ModelLimits, StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
+from headrace.common.params import ModelLimits
 from headrace.common.v1 import params_pb2
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import MAX_GRAMMAR_AFTER, AdmissionLimits, read_request

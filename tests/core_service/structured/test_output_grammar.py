@@ -12,7 +12,7 @@ from json_schema_checker import faults
 
 from headrace.common.byte_tokenizer import BOS_ID, EOS_ID
 from headrace.common.errors import InvalidRequest
-from headrace.common.params import StructuredOutputsParams
+from headrace.common.grammar_rules import StructuredOutputsParams
 
 SEEDS = st.integers(0, 2**32 - 1)
 REGEXES = (
