@@ -217,7 +217,9 @@ async def test_a_cancelled_stream_frees_everything_and_leaves_its_neighbours_alo
     prompts = [f"Chapter {i}. It was a dark night, and" for i in range(16)]
     alone = [await client.generate(make_request(p, max_tokens=12, ignore_eos=True)) for p in prompts[::2]]
     calls = [
-        client.generation.Generate(make_request(p, max_tokens=LONG, ignore_eos=True, n=2), timeout=PATIENCE_S)
+        client.generation.Generate(
+            make_request(p, max_tokens=LONG, ignore_eos=True, n=2, temperature=1.0), timeout=PATIENCE_S
+        )
         for p in prompts[1::2]
     ]
     neighbours = [
@@ -237,7 +239,7 @@ async def test_a_cancelled_stream_frees_everything_and_leaves_its_neighbours_alo
 async def test_a_client_that_is_killed_leaves_nothing_behind(pair, client, flags):
     """Also one to which nothing is written: its connection's end is all that tells."""
     command = [sys.executable, "-m", "headrace", "generate", "--server", pair.server, "--text", "Once upon a time"]
-    command += ["--max-tokens", str(LONG), "--temperature", "0", "--ignore-eos", "--n", "3", *flags]
+    command += ["--max-tokens", str(LONG), "--temperature", "1", "--ignore-eos", "--n", "3", *flags]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
     await wait_until_running(client, 3)
     process.kill()

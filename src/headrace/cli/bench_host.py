@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(report))
         return 0
-    print(f"{'':58}   median  (least to most)")
+    print(f"{'':60} median  (least to most)")
     for running, figure in figures.step_ms.items():
         _line(f"a decode step, {running} requests", "ms", figure)
     _line(f"what top {NUM_LOGPROBS} logprobs of {WITH_LOGPROBS} requests add to it", "ms", figures.logprobs_ms)
@@ -106,4 +106,4 @@ def _measure(model: str, rounds: int) -> _Figures:
 
 
 def _line(what: str, unit: str, figure: _Rounds) -> None:
-    print(f"{what:54}  {unit}{figure}")
+    print(f"{what:56}{unit}{figure}")
