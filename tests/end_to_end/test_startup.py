@@ -19,6 +19,7 @@ CORE_READY_S = 3 * 15
 GATEWAY_LIVE_S = 3 * 2
 GATEWAY_READY_AFTER_CORE_S = 3 * 1
 GATEWAY_BYTES = 150_000_000
+CHECKER_BYTES = 100_000_000
 NUM_TOKENS = 40  # of a stream that is in flight while its server is told to stop
 
 pytestmark = pytest.mark.model
@@ -85,14 +86,17 @@ def test_gateway_is_live_soon_and_ready_soon_after_its_first_core(pair):
 
 
 async def test_gateway_stays_small(pair, client):
-    """With the process that renders its chat templates, after traffic of every kind."""
+    """With the process that renders its chat templates, after traffic of every kind; and with the one that tries out
+    constraints, which has a vocabulary of its own, where somebody has sent one."""
     prompts = [make_request(f"Story {i}:", max_tokens=8, n=2, logprobs=3) for i in range(32)]
     outcomes = await asyncio.gather(*(client.generate(request) for request in prompts))
     assert all(outcome.error is None for outcome in outcomes)
     await wait_until_idle(client)
-    processes = [psutil.Process(pair.gateway.popen.pid)]
-    processes += processes[0].children(recursive=True)
-    assert sum(process.memory_full_info().pss for process in processes) < GATEWAY_BYTES
+    gateway = psutil.Process(pair.gateway.popen.pid)
+    sizes = {process.cmdline()[-1]: process.memory_full_info().pss for process in gateway.children(recursive=True)}
+    checker = sizes.pop("headrace.common.grammar_worker", 0)
+    assert gateway.memory_full_info().pss + sum(sizes.values()) < GATEWAY_BYTES
+    assert checker < CHECKER_BYTES
     assert pair.gateway.resident_bytes() < GATEWAY_BYTES
 
 
