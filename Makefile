@@ -10,6 +10,8 @@ INSTALLED := .venv/.installed
 PYTEST    := $(BIN)/python -m pytest -q
 
 export PYTHON
+# As the core sets it for itself: tests that compute in their own process must not collapse beside a busy one.
+export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: help setup demo test campaign-short campaign check protos contract-image bench up images clean
 
