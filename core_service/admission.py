@@ -196,6 +196,7 @@ def _build(
         deadline=now + seconds(message.timeout) if message.HasField("timeout") else None,
         time_limit=arrival + params.time_limit_s if params.time_limit_s is not None else None,
         grammar_after=tuple(message.grammar_after.token_ids),
+        resumed=message.resumes > 0,
         block_keys=BlockKeys.of_first_block(cache_salt=message.cache_salt),
         edits=requested_edits(params, [word.token_ids for word in message.bad_word_ids]),
         prompt_logprobs_sent=params.first_prompt_logprob,

@@ -37,6 +37,8 @@ from headrace.core_service.step_messages import step_messages
 STOP_TIMEOUT_S = 10.0
 # How long to wait for news when there is work that cannot run. It cannot happen; if it does, it must not cost a core.
 STALLED_WAIT_S = 0.05
+# A lock cannot wait for centuries, as a request's deadline can.
+LONGEST_WAIT_S = 3600.0
 
 Sink = Callable[[pb.ConnectResponse], None]  # gets what its stream is to carry: messages with `step` set
 
@@ -91,6 +93,8 @@ class Engine:
         self._check_when_idle = check_when_idle
         self._under_way: _StepUnderWay | None = None
         self._grammars = grammars
+        self._compiling: dict[Request, Future[CompiledGrammar]] = {}
+        self._calls: set[Future[Any]] = set()
         self._limits = limits
         self._blobs = blobs
         self._clock = clock
@@ -193,6 +197,9 @@ class Engine:
             log.exception("engine died", exc_info=error)
             self._dead = True
             self._on_death()
+        for future in list(self._calls):
+            if not future.done():
+                future.set_exception(EngineDeadError("the engine has ended"))
 
     def _step(self) -> bool:
         """One turn of the loop; False when it is time to stop."""
@@ -251,7 +258,7 @@ class Engine:
     def _longest_wait(self) -> float | None:
         """How long to wait for news, in seconds; None: for ever. Requests that wait for a grammar can expire, too."""
         expiry = self._scheduler.next_expiry
-        until_expiry = None if expiry is None else max(expiry - self._clock(), 0.0)
+        until_expiry = None if expiry is None else min(max(expiry - self._clock(), 0.0), LONGEST_WAIT_S)
         if not self._stalled:
             return until_expiry
         return STALLED_WAIT_S if until_expiry is None else min(until_expiry, STALLED_WAIT_S)
@@ -264,6 +271,10 @@ class Engine:
             state = self._clients.get(record.sequence.request.client)
             if state is not None:
                 state.sequences.pop(record.sequence.slot, None)
+            if self._compiling and not record.sequence.request.num_unfinished:
+                compiling = self._compiling.pop(record.sequence.request, None)
+                if compiling is not None:
+                    compiling.cancel()
 
     def _send(self, client: ClientId, message: pb.ConnectResponse) -> None:
         state = self._clients.get(client)
@@ -300,10 +311,14 @@ class Engine:
     def _compile_grammar(self, request: Request, constraint: StructuredOutputsParams) -> None:
         assert self._grammars is not None, "refused before"
         compiled = self._grammars.compile(constraint, request.grammar_after, request.eos_token_ids)
+        self._compiling[request] = compiled
         # On a thread of the compiler; a dead engine needs no news.
         compiled.add_done_callback(lambda done: self._inbox.put(lambda out: self._take_grammar(request, done, out)))
 
     def _take_grammar(self, request: Request, compiled: "Future[CompiledGrammar]", outputs: EngineOutputs) -> None:
+        self._compiling.pop(request, None)
+        if compiled.cancelled():  # the request has ended
+            return
         error = compiled.exception()
         if error is None:
             self._scheduler.grammar_ready(request, compiled.result(), outputs)
@@ -361,8 +376,12 @@ class Engine:
 
     def _call(self, function: Callable[[], Any]) -> "Future[Any]":
         future: Future[Any] = Future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def command(_: EngineOutputs) -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             try:
                 future.set_result(function())
             except RuntimeError as error:

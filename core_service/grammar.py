@@ -43,8 +43,8 @@ class GrammarBackend(Protocol):
         ...
 
     def begin_masks(self, rows: Int32Array, grammars: Sequence[Grammar]) -> GrammarMasks:
-        """Starts filling the masks of positions `rows` in the samples, one for each grammar; returns at once. The
-        grammars must not change until the masks have been waited for."""
+        """Starts filling the masks of positions `rows` in the samples, one for each grammar; returns at once. Until the
+        masks have been waited for, the grammars must not change; whether they are exhausted may be read."""
         ...
 
     def close(self) -> None:

@@ -186,20 +186,32 @@ class Scheduler:
             return
         by_importance = sorted(life.running(), key=rank)
         free_rows, free_blocks = life.table.num_free_rows, self.blocks.num_free
-        for waiting in list(life.waiting):
+        longest = self._longest_chunk()
+        left = self._config.max_num_batched_tokens - sum(self._share_of(one, longest) for one in by_importance)
+        for num_placed, waiting in enumerate(list(life.waiting)):
             need, victims = self.blocks.blocks_for(waiting.num_tokens), []
-            while free_rows < 1 or free_blocks < need:
+            while True:
+                keep_free = self._watermark_blocks if by_importance or num_placed else 0
+                if free_rows >= 1 and free_blocks >= need + keep_free and left >= 1:
+                    break
                 if not by_importance or not self._policy.makes_way_for(by_importance[-1], waiting):
                     return
                 victim = by_importance.pop()
                 victims.append(victim)
                 free_rows += 1
                 free_blocks += life.preemption_cost(victim).freed_blocks
+                left += self._share_of(victim, longest)
             for victim in victims:
                 victim.made_way = True
                 life.preempt(victim)
             free_rows -= 1
             free_blocks -= need
+            left -= min(waiting.num_tokens, longest, left)
+
+    def _share_of(self, running: Sequence, longest: int) -> int:
+        """Tokens of the budget that a running sequence would take."""
+        table, row = self._life.table, running.row
+        return min(int(table.num_tokens[row] - table.num_computed[row]), longest)
 
     def _anyone_makes_way(self) -> bool:
         first = self._life.waiting.first()

@@ -51,6 +51,7 @@ class SchedulingPolicy:
         first, *others = sorted(running, key=rank)
         if not self._cheapest_victim or not others:
             return others[-1] if others else first
+        # By what clients asked for: with their ages, each would be a class of its own.
         least = max(sequence.request.priority for sequence in others) if self._by_priority else 0
         candidates = [s for s in others if not self._by_priority or s.request.priority == least]
 

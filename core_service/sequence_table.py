@@ -97,6 +97,7 @@ class SequenceTable:
         self.prefix_node[row] = prefix_node
         self.num_planned[row] = 0
         self.leads[row] = bool(request.held)
+        self.last_token[row] = sequence.last_token
         self._set_sampling(row, sequence)
         return row
 

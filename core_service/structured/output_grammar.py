@@ -21,14 +21,23 @@ class OutputGrammar:
         self._trigger = Trigger(after)
         self._ends = ends
         self._ended = False
+        self._exhausted = False
 
     @property
     def exhausted(self) -> bool:
-        """True if the output is complete and no further token may come, an end-of-sequence token aside."""
-        return self._trigger.seen and (self._ended or (self._matcher.is_stopped() and not self._matcher.is_error()))
+        """True if the output is complete and no further token may come, an end-of-sequence token aside.
+
+        For any thread, also while a mask is filled.
+        """
+        return self._exhausted
 
     def accept(self, token: int) -> bool:
         """Takes the next output token; False, and nothing changes, if the grammar does not allow it."""
+        accepted = self._take(token)
+        self._note_end()
+        return accepted
+
+    def _take(self, token: int) -> bool:
         if not self._trigger.seen:
             self._trigger.push(token)
             return True
@@ -50,7 +59,7 @@ class OutputGrammar:
         # All at once: one by one, a long output would hold up the engine.
         taken = start + int(self._matcher.try_consume_tokens(tokens[start:])) if start < len(tokens) else start
         while taken < len(tokens):
-            if not self.accept(tokens[taken]):
+            if not self._take(tokens[taken]):
                 raise InvalidRequest(
                     [
                         Violation(
@@ -60,6 +69,11 @@ class OutputGrammar:
                     ]
                 )
             taken += 1
+        self._note_end()
+
+    def _note_end(self) -> None:
+        stopped = self._ended or (self._matcher.is_stopped() and not self._matcher.is_error())
+        self._exhausted = self._trigger.seen and stopped
 
     def fill(self, mask: Int32Array) -> None:
         """Writes into `mask` [ceil(vocab_size / 32)] which tokens may come: bit t % 32 of word t // 32.

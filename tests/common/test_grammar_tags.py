@@ -134,6 +134,12 @@ def test_tags_with_a_separator_form_a_list(fits):
     ("value", "reason"),
     [
         ([], "must be a JSON object"),
+        ({"format": {"type": []}, "type": "structural_tag"}, "at /format: type [] is not supported"),
+        ({"format": 5, "type": "structural_tag"}, "at /format: must be an object"),
+        (
+            {"format": {"type": "tags_with_separator", "tags": [1], "separator": ","}, "type": "structural_tag"},
+            "at /format/tags/0: must be an object",
+        ),
         ({}, "needs structures, triggers"),
         ({"structures": [], "triggers": ["a"]}, "at /structures: must be a list that is not empty"),
         ({"structures": [1], "triggers": ["a"]}, "at /structures/0: must be an object"),

@@ -69,3 +69,8 @@ def test_only_short_parameters_are_remembered():
 def test_the_first_id_outside_the_vocabulary_is_named(field, bad):
     (violation,) = read(message(**{field: [0, 299, bad, 2**32 - 1]}))
     assert violation == Violation(f"{field}[2]", f"must be between 0 and 299; got {bad}")
+
+
+def test_a_resumed_request_is_known_as_one():
+    for resumes in (0, 1, 5):
+        assert read_request(message(resumes=resumes), 1, LIMITS, 0.0).resumed == (resumes > 0)

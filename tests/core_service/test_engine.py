@@ -1,6 +1,7 @@
 """The engine's thread with the fake runner: what each client gets, whatever happens."""
 
 import threading
+from concurrent.futures import Future
 
 import pytest
 import structlog
@@ -77,13 +78,14 @@ def request(slot, prompt=(1, 2, 3), internal_id=None, children=None, age=0.0, re
 def make_engine(request):
     engines, overlap = [], request.param
 
-    def make(runner=None, num_blocks=65, max_num_seqs=8, **limits):
-        scheduler = Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(max_num_seqs, 256))
+    def make(runner=None, num_blocks=65, max_num_seqs=8, grammars=None, **limits):
+        scheduler = Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(max_num_seqs, 256), grammars)
         engine = Engine(
             scheduler,
             runner or FakeRunner(VOCAB, BLOCK),
             AdmissionLimits(ModelLimits(VOCAB, 512, 20), max_kv_tokens=(num_blocks - 1) * BLOCK, **limits),
             BlobStore(1 << 20),
+            grammars=grammars,
             overlap=overlap,
             check_when_idle=True,
         )
@@ -387,3 +389,80 @@ def test_timing_and_counts_are_told_at_the_end(make_engine):
     assert client.finished[1].cached_tokens == 32
     assert client.finished[1].timing.HasField("decode")
     assert engine.load().output_tokens == 8
+
+
+class NeverCompiles:
+    """A grammar backend whose futures stay as they are."""
+
+    def __init__(self):
+        self.compiling = []
+
+    def compile(self, constraint, after, eos_token_ids):
+        self.compiling.append(Future())
+        return self.compiling[-1]
+
+    def close(self):
+        pass
+
+
+def constrained(slot, **fields):
+    message = request(slot, **fields)
+    message.sampling.structured_outputs.json_object = True
+    return message
+
+
+def test_a_deadline_in_centuries_does_not_kill_an_engine_that_waits_for_a_grammar(make_engine):
+    engine = make_engine(grammars=NeverCompiles())
+    client = Client(engine)
+    message = constrained(0)
+    message.timeout.seconds = 315_000_000_000
+    engine.add(client.id, [message])
+    engine.add(client.id, [request(1)])
+    client.wait(1)
+    engine.abort(client.id, [0], ["r0"])
+    client.wait(0)
+    assert engine.alive
+
+
+def test_a_request_that_ends_while_its_grammar_is_compiled_takes_the_compilation_with_it(make_engine):
+    grammars = NeverCompiles()
+    engine = make_engine(grammars=grammars)
+    client = Client(engine)
+    engine.add(client.id, [constrained(0), constrained(1)])
+    engine.abort(client.id, [0], ["r0"])
+    client.wait(0)
+    engine.check_integrity().result(10)
+    assert [future.cancelled() for future in grammars.compiling] == [True, False]
+    engine.disconnect(client.id)
+
+
+def test_who_gives_up_waiting_for_an_answer_does_not_kill_the_engine(make_engine):
+    gate = Gate()
+    engine = make_engine(gate)
+    client = Client(engine)
+    engine.add(client.id, [request(0)])
+    calls = [engine.reset_prefix_cache() for _ in range(3)]
+    for call in calls:
+        call.cancel()
+    gate.open()
+    client.wait(0)
+    assert engine.reset_prefix_cache().result(10) >= 0
+
+
+def test_calls_to_an_engine_that_dies_fail():
+    scheduler = Scheduler(BlockManager(8, BLOCK), SchedulerConfig(2, 64))
+    limits = AdmissionLimits(ModelLimits(VOCAB, 64, 5), 112)
+    engine = Engine(scheduler, FakeRunner(VOCAB, BLOCK), limits, BlobStore(1 << 20))
+    go_on = threading.Event()
+
+    def die(_):
+        go_on.wait(10)
+        raise ValueError("boom")
+
+    engine._put(die)
+    waiting = [engine.check_integrity() for _ in range(3)]
+    engine.start(on_death=lambda: None)
+    go_on.set()
+    for call in waiting:
+        with pytest.raises(EngineDeadError):
+            call.result(10)

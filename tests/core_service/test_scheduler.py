@@ -340,3 +340,18 @@ def test_wide_rows_keep_their_content_when_the_table_grows(make_any_harness):
     harness.run()
     assert harness.tokens[short] == expected_output([7], 30)
     assert harness.tokens[long] == [900, 901, 902]
+
+
+def test_times_go_on_after_a_preemption(make_any_harness):
+    harness = make_any_harness()
+    sequence = only(harness.request(list(range(20)), max_tokens=8))
+    for _ in range(4):
+        harness.step()
+    before = sequence.first_token
+    harness.scheduler._life.preempt(sequence)
+    harness.step()
+    harness.abort(sequence)
+    assert sequence.first_token == before > 0
+    assert sequence.last_token >= before
+    harness.run()
+    harness.assert_idle()

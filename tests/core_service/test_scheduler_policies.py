@@ -207,3 +207,44 @@ def test_a_request_that_waits_too_long_is_refused_and_one_that_ran_is_not(make_a
         assert (record.code, record.retryable) == (code_pb2.RESOURCE_EXHAUSTED, True)
         assert "max_waiting_time" in record.message
     harness.assert_idle()
+
+
+def test_whoever_makes_way_also_leaves_what_the_watermark_keeps_free(make_any_harness):
+    harness = make_any_harness(num_blocks=11, budget=256, config={"policy": "priority", "watermark": 0.3})
+    low = [only(harness.request(range(s, s + 40), max_tokens=5, priority=5)) for s in (0, 100)]
+    harness.step()
+    harness.step()
+    high = only(harness.request(range(200, 264), max_tokens=2, priority=0))
+    harness.run()
+    for sequence in low:
+        assert harness.finished[sequence].reason == FinishReason.FINISH_REASON_LENGTH
+    assert harness.tokens[high] == [264, 265]
+    harness.assert_idle()
+
+
+def test_nobody_makes_way_for_one_that_could_not_start_in_this_step(make_harness):
+    """Blocks and rows are there: what is short is the budget, which a more important prompt uses up."""
+    harness = make_harness(budget=16, max_num_seqs=3, config={"policy": "priority"})
+    important = only(harness.request(range(160), max_tokens=1, priority=0))
+    low = only(harness.request([900], max_tokens=30, priority=9))
+    harness.step()
+    harness.request([500], max_tokens=1, priority=5)
+    for _ in range(5):
+        harness.step()
+        assert important.state is SequenceState.RUNNING
+    assert not low.preemptions
+    harness.run()
+    harness.assert_idle()
+
+
+def test_a_long_prompt_makes_way_for_a_more_important_request_that_needs_its_budget(make_any_harness):
+    harness = make_any_harness(budget=8, config={"policy": "priority"})
+    long = only(harness.request(range(400), max_tokens=1, priority=9))
+    harness.step()
+    urgent = only(harness.request([900], max_tokens=1, priority=-5))
+    for _ in range(3):
+        harness.step()
+    assert harness.tokens[urgent] == [901]
+    harness.run()
+    assert harness.tokens[long] == [400]
+    harness.assert_idle()

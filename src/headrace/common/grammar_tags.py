@@ -74,7 +74,9 @@ class _LarkWriter:
 
     def format(self, value: Json, place: str, *, last: bool) -> str:
         """Any format. Free text has no end of its own, so it may stand only where nothing follows: `last`."""
-        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(value, dict):
+            raise ConstraintError(f"at {place}: must be an object")
+        kind = value.get("type")
         if kind == "any_text":
             _known_keys(value, place, required=("type",))
             return self._any_text(place, last=last)
@@ -82,13 +84,15 @@ class _LarkWriter:
             return self._sequence(value, place, last=last)
         if kind == "triggered_tags":
             return self.triggered(value, place, last=last)
-        if kind not in self._formats:
+        if not isinstance(kind, str) or kind not in self._formats:
             known = ", ".join(sorted([*self._formats, "any_text", "sequence", "triggered_tags"]))
-            raise ConstraintError(f"at {place}: type {json.dumps(kind)} is not supported; supported are {known}")
+            raise ConstraintError(f"at {place}: type {json.dumps(kind)[:100]} is not supported; supported are {known}")
         return self._formats[kind](value, place)
 
-    def tag(self, value: dict[str, Json], place: str, skip: int = 0) -> str:
+    def tag(self, value: Json, place: str, skip: int = 0) -> str:
         """A tag without the first `skip` characters of its beginning."""
+        if not isinstance(value, dict):
+            raise ConstraintError(f"at {place}: must be an object")
         _known_keys(value, place, required=("begin", "content", "end"), optional=("type",))
         begin, ends = _text(value, "begin", place), value["end"]
         ends = ends if isinstance(ends, list) else [ends]

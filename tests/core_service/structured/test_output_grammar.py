@@ -161,6 +161,14 @@ def test_an_output_is_exhausted_when_nothing_can_follow(backend):
     assert not grammar.accept(ord("c"))
 
 
+def test_whether_an_output_is_exhausted_can_be_told_while_its_mask_is_filled(backend, monkeypatch):
+    grammar = start(backend, StructuredOutputsParams(regex="ab"), eos=())
+    assert grammar.accept(ord("a"))
+    assert grammar.accept(ord("b"))
+    monkeypatch.setattr(grammar, "_matcher", None)  # it may not be touched from two threads
+    assert grammar.exhausted
+
+
 def test_an_accepted_end_token_exhausts_the_output(backend):
     grammar = start(backend, StructuredOutputsParams(regex="a*"))
     assert grammar.accept(EOS_ID)
