@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_client import BLOCK
 
-from headrace.common.params import SamplingParams
+from headrace.common.params import ModelLimits, SamplingParams
+from headrace.core_service.admission import AdmissionLimits
 from headrace.core_service.batch import StepResult
+from headrace.core_service.blob_store import BlobStore
 from headrace.core_service.block_manager import BlockManager
 from headrace.core_service.config import SchedulerConfig
+from headrace.core_service.engine import Engine
 from headrace.core_service.engine_outputs import EngineOutputs, FinishedSequence
 from headrace.core_service.fakes import FakeRunner, kv_of
 from headrace.core_service.grammar import GrammarBackend
@@ -173,3 +177,28 @@ def make_harness():
 def make_any_harness(request):
     """Makes a `Harness` of either kind, for laws that hold whatever is planned when."""
     return functools.partial(Harness, overlap=request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def make_engine(request):
+    engines, overlap = [], request.param
+
+    def make(runner=None, num_blocks=65, max_num_seqs=8, grammars=None, **limits):
+        scheduler = Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(max_num_seqs, 256), grammars)
+        engine = Engine(
+            scheduler,
+            runner or FakeRunner(VOCAB, BLOCK),
+            AdmissionLimits(ModelLimits(VOCAB, 512, 20), max_kv_tokens=(num_blocks - 1) * BLOCK, **limits),
+            BlobStore(1 << 20),
+            grammars=grammars,
+            overlap=overlap,
+            check_when_idle=True,
+        )
+        engine.start(on_death=lambda: None)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.check_integrity().result(10)
+        engine.stop()

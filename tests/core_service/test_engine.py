@@ -1,117 +1,16 @@
 """The engine's thread with the fake runner: what each client gets, whatever happens."""
 
-import threading
-from concurrent.futures import Future
-
 import pytest
-import structlog
+from engine_client import VOCAB, Client, Gate, request
 from google.rpc import code_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.common.errors import EngineDeadError, Unavailable
+from headrace.common.errors import Unavailable
 from headrace.common.params import ModelLimits
-from headrace.common.params_wire import duration
 from headrace.common.v1.params_pb2 import FinishReason, SamplingParams
 from headrace.core_api.v1 import engine_core_pb2 as pb
 from headrace.core_service.admission import AdmissionLimits
-from headrace.core_service.blob_store import BlobStore
-from headrace.core_service.block_manager import BlockManager
-from headrace.core_service.config import SchedulerConfig
-from headrace.core_service.engine import Engine
-from headrace.core_service.fakes import FakeRunner
-from headrace.core_service.scheduler import Scheduler
-
-VOCAB, BLOCK = 1000, 16
-
-
-class Client:
-    """Collects what its sink gets."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.tokens: dict[int, list[int]] = {}
-        self.finished: dict[int, pb.Finished] = {}
-        self.messages: list[pb.StepOutputs] = []
-        self._news = threading.Condition()
-        self.id = engine.connect(self._take)
-
-    def _take(self, response):
-        assert response.ByteSize() <= 256 * 1024
-        message = response.step
-        with self._news:
-            self.messages.append(message)
-            for slot, token in zip(message.slots, message.token_ids, strict=True):
-                assert slot not in self.finished, "a token after the terminal row"
-                self.tokens.setdefault(slot, []).append(token)
-            for record in message.finished:
-                assert record.slot not in self.finished, "two terminal rows"
-                self.finished[record.slot] = record
-            self._news.notify_all()
-
-    def wait(self, *slots):
-        with self._news:
-            assert self._news.wait_for(lambda: all(s in self.finished for s in slots), 20), self.finished
-
-    def wait_for_tokens(self, slot):
-        with self._news:
-            assert self._news.wait_for(lambda: self.tokens.get(slot), 20)
-
-
-def request(slot, prompt=(1, 2, 3), internal_id=None, children=None, age=0.0, resumes=0, **sampling):
-    sampling = {"temperature": 0.0, "max_tokens": 4, **sampling}
-    if sampling.get("max_tokens") is None:
-        sampling.pop("max_tokens")
-        sampling["until_context"] = True
-    message = pb.EngineCoreRequest(
-        internal_id=internal_id or f"r{slot}",
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(**sampling),
-        children=children or [pb.Child(slot=slot)],
-        resumes=resumes,
-    )
-    message.age.CopyFrom(duration(age))
-    return message
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def make_engine(request):
-    engines, overlap = [], request.param
-
-    def make(runner=None, num_blocks=65, max_num_seqs=8, grammars=None, **limits):
-        scheduler = Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(max_num_seqs, 256), grammars)
-        engine = Engine(
-            scheduler,
-            runner or FakeRunner(VOCAB, BLOCK),
-            AdmissionLimits(ModelLimits(VOCAB, 512, 20), max_kv_tokens=(num_blocks - 1) * BLOCK, **limits),
-            BlobStore(1 << 20),
-            grammars=grammars,
-            overlap=overlap,
-            check_when_idle=True,
-        )
-        engine.start(on_death=lambda: None)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.check_integrity().result(10)
-        engine.stop()
-
-
-class Gate:
-    """Lets the fake runner take steps only when told to."""
-
-    def __init__(self):
-        self.runner = FakeRunner(VOCAB, BLOCK)
-        self.steps = threading.Semaphore(0)
-
-    def execute(self, batch):
-        assert self.steps.acquire(timeout=20)
-        return self.runner.execute(batch)
-
-    def open(self):
-        self.steps.release(100_000)
 
 
 def test_each_client_gets_its_own_rows(make_engine):
@@ -301,46 +200,6 @@ def test_what_the_core_cuts_at_its_end_is_unavailable_not_cancelled(make_engine)
     assert client.finished[0].code == code_pb2.UNAVAILABLE
 
 
-def test_a_runner_that_raises_kills_the_engine_loudly():
-    class Broken:
-        def execute(self, batch):
-            raise ValueError("boom")
-
-    scheduler = Scheduler(BlockManager(8, BLOCK), SchedulerConfig(2, 64))
-    engine = Engine(scheduler, Broken(), AdmissionLimits(ModelLimits(VOCAB, 64, 5), 112), BlobStore(1 << 20))
-    died = threading.Event()
-    engine.start(on_death=died.set)
-    engine.add(engine.connect(lambda _: None), [request(0)])
-    assert died.wait(10)
-    assert not engine.healthy
-    with pytest.raises(EngineDeadError):
-        engine.connect(lambda _: None)
-
-
-@pytest.mark.parametrize("checks", [True, False])
-def test_a_block_that_went_astray_kills_an_engine_that_checks_when_idle(checks):
-    blocks = BlockManager(8, BLOCK)
-    engine = Engine(
-        Scheduler(blocks, SchedulerConfig(2, 64)),
-        FakeRunner(VOCAB, BLOCK),
-        AdmissionLimits(ModelLimits(VOCAB, 64, 5), 112),
-        BlobStore(1 << 20),
-        check_when_idle=checks,
-    )
-    blocks.allocate(1)  # by nobody that the scheduler knows
-    client, died = Client(engine), threading.Event()
-    engine.add(client.id, [request(0)])
-    with structlog.testing.capture_logs() as lines:
-        engine.start(on_death=died.set)
-        if checks:
-            assert died.wait(10)
-            assert "1 references, but 0 holders" in str(lines[0]["exc_info"])
-            assert not engine.healthy
-        else:
-            client.wait(0)
-            engine.stop()
-
-
 def test_logprobs_and_prompt_logprobs_reach_their_slots(make_engine):
     engine = make_engine()
     client = Client(engine)
@@ -389,80 +248,3 @@ def test_timing_and_counts_are_told_at_the_end(make_engine):
     assert client.finished[1].cached_tokens == 32
     assert client.finished[1].timing.HasField("decode")
     assert engine.load().output_tokens == 8
-
-
-class NeverCompiles:
-    """A grammar backend whose futures stay as they are."""
-
-    def __init__(self):
-        self.compiling = []
-
-    def compile(self, constraint, after, eos_token_ids):
-        self.compiling.append(Future())
-        return self.compiling[-1]
-
-    def close(self):
-        pass
-
-
-def constrained(slot, **fields):
-    message = request(slot, **fields)
-    message.sampling.structured_outputs.json_object = True
-    return message
-
-
-def test_a_deadline_in_centuries_does_not_kill_an_engine_that_waits_for_a_grammar(make_engine):
-    engine = make_engine(grammars=NeverCompiles())
-    client = Client(engine)
-    message = constrained(0)
-    message.timeout.seconds = 315_000_000_000
-    engine.add(client.id, [message])
-    engine.add(client.id, [request(1)])
-    client.wait(1)
-    engine.abort(client.id, [0], ["r0"])
-    client.wait(0)
-    assert engine.alive
-
-
-def test_a_request_that_ends_while_its_grammar_is_compiled_takes_the_compilation_with_it(make_engine):
-    grammars = NeverCompiles()
-    engine = make_engine(grammars=grammars)
-    client = Client(engine)
-    engine.add(client.id, [constrained(0), constrained(1)])
-    engine.abort(client.id, [0], ["r0"])
-    client.wait(0)
-    engine.check_integrity().result(10)
-    assert [future.cancelled() for future in grammars.compiling] == [True, False]
-    engine.disconnect(client.id)
-
-
-def test_who_gives_up_waiting_for_an_answer_does_not_kill_the_engine(make_engine):
-    gate = Gate()
-    engine = make_engine(gate)
-    client = Client(engine)
-    engine.add(client.id, [request(0)])
-    calls = [engine.reset_prefix_cache() for _ in range(3)]
-    for call in calls:
-        call.cancel()
-    gate.open()
-    client.wait(0)
-    assert engine.reset_prefix_cache().result(10) >= 0
-
-
-def test_calls_to_an_engine_that_dies_fail():
-    scheduler = Scheduler(BlockManager(8, BLOCK), SchedulerConfig(2, 64))
-    limits = AdmissionLimits(ModelLimits(VOCAB, 64, 5), 112)
-    engine = Engine(scheduler, FakeRunner(VOCAB, BLOCK), limits, BlobStore(1 << 20))
-    go_on = threading.Event()
-
-    def die(_):
-        go_on.wait(10)
-        raise ValueError("boom")
-
-    engine._put(die)
-    waiting = [engine.check_integrity() for _ in range(3)]
-    engine.start(on_death=lambda: None)
-    go_on.set()
-    for call in waiting:
-        with pytest.raises(EngineDeadError):
-            call.result(10)
