@@ -33,6 +33,7 @@ class Lifecycle:
         self.waiting = WaitingQueue()
         self.timers = RequestTimers()
         self.num_held = 0
+        self.num_prompt_tokens_held = 0  # of requests whose grammar is not compiled
         self.counters = SchedulerCounters()
         self._serial = 0
         # Preempted while a step was drawing their next token, by the row that they had: the token is still theirs.
@@ -54,8 +55,15 @@ class Lifecycle:
         request.held.extend(request.sequences)
         self.num_held += len(request.sequences)
         self.timers.add(request)
-        if not request.awaits_grammar:
+        if request.awaits_grammar:
+            self.num_prompt_tokens_held += len(request.prompt)
+        else:
             self.release_next(request)
+
+    def grammar_came(self, request: Request) -> None:
+        """The request waits for its grammar no longer; what is held can be released."""
+        request.awaits_grammar = False
+        self.num_prompt_tokens_held -= len(request.prompt)
 
     def release_next(self, request: Request) -> bool:
         """Lets the next sequence that is held wait for a row; False if there is none."""
@@ -212,6 +220,8 @@ class Lifecycle:
         request.num_unfinished -= 1
         if not request.num_unfinished:
             self.timers.remove(request)
+            if request.awaits_grammar:
+                self.num_prompt_tokens_held -= len(request.prompt)
         elif was is not SequenceState.HELD:
             # If it led and has not computed the prompt, nobody else would.
             self.release_next(request)

@@ -76,8 +76,8 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens to compute, at most, for those that wait."""
-        return self._life.waiting.num_tokens
+        """Tokens to compute, at most, for those that wait for a row or a grammar."""
+        return self._life.waiting.num_tokens + self._life.num_prompt_tokens_held
 
     @property
     def has_work(self) -> bool:
@@ -99,7 +99,7 @@ class Scheduler:
 
     def grammar_ready(self, request: Request, compiled: CompiledGrammar, outputs: EngineOutputs) -> None:
         """The request's grammar is there: it goes into the queue, unless its generated tokens do not fit."""
-        request.awaits_grammar = False
+        self._life.grammar_came(request)
         for sequence in request.sequences:
             if sequence.state is SequenceState.HELD:
                 try:

@@ -183,3 +183,17 @@ def test_a_deadline_passes_while_waiting_for_a_grammar(harness):
     assert harness.finished[request.sequences[0]].reason == FinishReason.FINISH_REASON_DEADLINE
     ready(harness, request, Compiled())
     harness.assert_idle()
+
+
+def test_tokens_that_wait_for_a_grammar_count_as_waiting(harness):
+    waits = harness.request([1] * 20, max_tokens=1, n=2, awaits_grammar=True)
+    aborted = harness.request([2] * 30, max_tokens=1, awaits_grammar=True)
+    assert harness.scheduler.num_waiting_tokens == 50
+    harness.abort(aborted.sequences[0])
+    harness.abort(waits.sequences[0])
+    assert harness.scheduler.num_waiting_tokens == 20
+    ready(harness, waits, Compiled())
+    assert harness.scheduler.num_waiting_tokens == 20
+    harness.run()
+    assert harness.scheduler.num_waiting_tokens == 0
+    harness.assert_idle()
