@@ -60,10 +60,11 @@ class Lifecycle:
         else:
             self.release_next(request)
 
-    def grammar_came(self, request: Request) -> None:
-        """The request waits for its grammar no longer; what is held can be released."""
-        request.awaits_grammar = False
-        self.num_prompt_tokens_held -= len(request.prompt)
+    def grammar_settled(self, request: Request) -> None:
+        """The request waits for its grammar no longer, since it is there or nobody needs it any more."""
+        if request.awaits_grammar:
+            request.awaits_grammar = False
+            self.num_prompt_tokens_held -= len(request.prompt)
 
     def release_next(self, request: Request) -> bool:
         """Lets the next sequence that is held wait for a row; False if there is none."""
@@ -220,8 +221,7 @@ class Lifecycle:
         request.num_unfinished -= 1
         if not request.num_unfinished:
             self.timers.remove(request)
-            if request.awaits_grammar:
-                self.num_prompt_tokens_held -= len(request.prompt)
+            self.grammar_settled(request)
         elif was is not SequenceState.HELD:
             # If it led and has not computed the prompt, nobody else would.
             self.release_next(request)

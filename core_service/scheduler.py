@@ -99,7 +99,7 @@ class Scheduler:
 
     def grammar_ready(self, request: Request, compiled: CompiledGrammar, outputs: EngineOutputs) -> None:
         """The request's grammar is there: it goes into the queue, unless its generated tokens do not fit."""
-        self._life.grammar_came(request)
+        self._life.grammar_settled(request)
         for sequence in request.sequences:
             if sequence.state is SequenceState.HELD:
                 try:

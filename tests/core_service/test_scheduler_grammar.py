@@ -190,6 +190,7 @@ def test_tokens_that_wait_for_a_grammar_count_as_waiting(harness):
     aborted = harness.request([2] * 30, max_tokens=1, awaits_grammar=True)
     assert harness.scheduler.num_waiting_tokens == 50
     harness.abort(aborted.sequences[0])
+    ready(harness, aborted, Compiled())  # too late
     harness.abort(waits.sequences[0])
     assert harness.scheduler.num_waiting_tokens == 20
     ready(harness, waits, Compiled())
