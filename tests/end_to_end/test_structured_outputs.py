@@ -133,7 +133,7 @@ async def test_a_seeded_constrained_output_does_not_depend_on_its_company(client
     [
         ({"json_schema": '{"properties": {"a": {"not": {}}}}'}, f"{FIELD}.json_schema", "at /properties/a: "),
         ({"json_schema": '{"a":' * 1000 + "1" + "}" * 1000}, f"{FIELD}.json_schema", "nested deeper than 64"),
-        ({"lark": SLOW}, f"{FIELD}.lark", "took more than 1 s of processor time"),
+        ({"lark": SLOW}, f"{FIELD}.lark", "is too complex: compiling it "),  # took too much time, or memory
         ({"regex": "(a"}, f"{FIELD}.regex", "unclosed group"),
         ({"lark": CHAIN}, f"{FIELD}.lark", "needed more stack"),
         ({}, FIELD, "exactly one of"),
